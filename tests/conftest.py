@@ -1,0 +1,74 @@
+"""Fixtures of the whole suite: generated test models and golden vectors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+#: Large models, routing traces and the small models' vectors lie beside a developer's checkout and in CI, not in this repository.
+SHARED = Path(__file__).parent.parent.parent / "shared"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@pytest.fixture(scope="session")
+def recipes() -> dict[str, dict]:
+    """Every test model by name: architecture, preset, quantisation, seed, size, sha256."""
+    return {r["model"]: r for r in json.loads((DATA / "models" / "recipes.json").read_text())}
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where generated models lie; SPARKD_TEST_MODELS keeps them between runs."""
+    kept = os.environ.get("SPARKD_TEST_MODELS")
+    if not kept:
+        return tmp_path_factory.mktemp("models")
+    Path(kept).mkdir(parents=True, exist_ok=True)
+    return Path(kept)
+
+
+@pytest.fixture(scope="session")
+def model_path(recipes: dict[str, dict], model_dir: Path) -> Callable[[str], Path]:
+    """Generate the model of a recipe (once) and check its sha256."""
+    sys.path.insert(0, str(DATA / "tools"))
+    import make_gguf
+
+    def make(name: str) -> Path:
+        recipe = recipes[name]
+        path = model_dir / f"{name}.gguf"
+        expected = recipe["files"][0]["sha256"]
+        if not (path.exists() and _sha256(path) == expected):
+            vocab = SHARED / "data" / "ggml-vocab-qwen35.gguf"
+            if recipe["preset"] not in ("tiny", "tinyk") and not vocab.exists():
+                pytest.skip(f"{name} needs the vocabulary {vocab}, which this checkout lacks")
+            make_gguf.generate(
+                recipe["arch"], recipe["preset"], recipe["quant"], recipe["seed"], str(path), str(vocab),
+                overrides=recipe["overrides"],
+            )
+            assert _sha256(path) == expected, f"{name}: the generator made other bytes than the recipe says"
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vectors_path() -> Callable[[str], Path]:
+    """The golden vectors of a model; those of the bigger models are not in this repository."""
+
+    def find(name: str) -> Path:
+        for folder in (DATA / "vectors", SHARED / "vectors"):
+            if (folder / f"{name}.npz").exists():
+                return folder / f"{name}.npz"
+        pytest.skip(f"the vectors of {name} are not in this checkout")
+
+    return find
