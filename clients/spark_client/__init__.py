@@ -1,0 +1,1 @@
+"""Client of the sparkd socket: depends on pyzmq and msgpack alone."""

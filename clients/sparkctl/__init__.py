@@ -1,0 +1,1 @@
+"""Command line for a running daemon and for model files."""

@@ -1,0 +1,1 @@
+"""Learns from routed ids which experts are hot."""

@@ -1,0 +1,1 @@
+"""Executors run a program: reference (meaning), native (CPU), and the interface they share."""

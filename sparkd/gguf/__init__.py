@@ -1,0 +1,1 @@
+"""Model files: bounded GGUF reader, quantisation types, split sets."""

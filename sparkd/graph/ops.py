@@ -1,11 +1,11 @@
 """The operations a program is made of, and what each of them means.
 
-Every operation works on the rows of a step (one row per token). A `Value` is `width` float32 numbers per row; a `Weight`
-is a slice of rows of one tensor of the model file, named, not loaded. Formulas are mathematics; the order of every
-rounding is `docs/arithmetic.md`. Below, x[h] is the part of a row that belongs to head h.
+Every operation works on the rows of a step (one row per token). A `Value` is `width` float32 numbers per row; a
+`Weight` is a slice of rows of one tensor of the model file, named, not loaded. Formulas are mathematics; the order of
+every rounding is `docs/arithmetic.md`. Below, x[h] is the part of a row that belongs to head h.
 
-An operation that takes `stride` and `offset` reads head h at x[offset + h*stride : ... + head_dim]: some files interleave
-two things per head in one projection.
+An operation that takes `stride` and `offset` reads head h at x[offset + h*stride : ... + head_dim]: some files
+interleave two things per head in one projection.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class OutputGate:
 class CausalConv:
     """Depthwise causal convolution and SiLU: out[t, c] = silu(sum_j weight[c, j] * x[t - taps + 1 + j, c]).
 
-    Rows before this step come from the sequence's conv state `state` (an index into `Program.conv_states`), zeros at the
-    start; the last taps - 1 raw rows of x are kept there.
+    Rows before this step come from the sequence's conv state `state` (an index into `Program.conv_states`), zeros at
+    the start; the last taps - 1 raw rows of x are kept there.
     """
 
     x: Value

@@ -1,7 +1,7 @@
 """Where the state of sequences lies: KV pages per page group, and one fixed record of recurrent state.
 
-A page holds 64 positions of every cache of its group. Caches with the same sliding window form a group (0: all positions kept;
-pages behind a window are given back). Inside a page, cache by cache: K then V, each
+A page holds 64 positions of every cache of its group. Caches with the same sliding window form a group (0: all
+positions are kept; pages behind a window are given back). Inside a page, cache by cache: K then V, each
 [kv_heads, 64, head_dim] of the KV type. A record holds the conv states, then the delta states, float32.
 """
 

@@ -1,0 +1,1 @@
+"""What crosses process borders: messages, sockets, shared memory, the expert directory."""

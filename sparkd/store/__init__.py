@@ -1,0 +1,1 @@
+"""The host-memory daemon: fills and owns the arena."""

@@ -1,0 +1,1 @@
+"""Starts and watches the other processes, owns the client socket."""

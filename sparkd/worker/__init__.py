@@ -1,0 +1,1 @@
+"""Runs requests: sequences, scheduler, engine, sampler."""

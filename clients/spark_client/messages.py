@@ -1,0 +1,582 @@
+"""Every message that crosses a socket, declared once.
+
+A message is one msgpack map: `v` (protocol version), `t` (type), and the fields of its dataclass. `encode` writes it,
+`decode` validates on receipt: size, nesting, type of every field, no unknown and no missing field. This file imports
+nothing of the project: the client package carries an identical copy.
+
+    app ── Hello, Generate, Credit, Cancel, Tokenize, StatusRequest, Ping ──► supervisor
+    app ◄── Welcome, Accepted, Progress, Chunk, Finished, Failed, Tokens, StatusReply, Pong ── supervisor
+    supervisor ── Run, Abort, Encode, StatusQuery, Stop ──► child
+    supervisor ◄── ChildHello, ChildProgress, Ready, Heartbeat, Admitted, Prefilled, Produced, Done, Refused, Encoded,
+                   StatusAnswer, ChildFailed ── child
+    worker ── Attach, Stage, Release ──► store ── Attached, Staged ──► worker
+    worker ── Routed ──► calibrator ── Placement ──► store, worker
+
+A request of an app: Generate → Accepted (or Failed) → Progress* → Chunk* → Finished (or Failed). Chunks are sent only
+against credit, so that no token is ever dropped; `tag` is the app's own number for a reply, `request` the server's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, dataclass_transform
+
+import msgpack
+
+VERSION = 1
+#: One message, packed. A prompt of a million tokens fits.
+MAX_BYTES = 16 << 20
+#: Nesting of maps and lists in free-form fields (msgpack itself refuses more than 1024 levels).
+MAX_DEPTH = 24
+#: Items of one list. What a chat may hold is the text layer's to bound; these are the wire's bounds.
+MAX_ITEMS = 4 << 20
+
+Json = Any
+
+
+class MessageError(ValueError):
+    """A message breaks the protocol: one line that says how."""
+
+
+_TYPES: dict[str, type[Any]] = {}
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True)
+def message(name: str) -> typing.Callable[[type[_T]], type[_T]]:
+    """Declare a message type under its wire name."""
+
+    def register(cls: type[_T]) -> type[_T]:
+        made = dataclass(frozen=True, slots=True)(cls)
+        _TYPES[name] = made
+        made.wire_name = name  # type: ignore[attr-defined]
+        return made
+
+    return register
+
+
+# ---- app and supervisor ----------------------------------------------------------------------------------------------
+
+
+@message("hello")
+class Hello:
+    """First message of a connection: the versions the app speaks, and its name for logs and status."""
+
+    versions: list[int]
+    client: str
+
+
+@message("welcome")
+class Welcome:
+    """The version that will be spoken; pings must come more often than `lease_s`, or the app's requests end."""
+
+    version: int
+    server: str
+    pid: int
+    model: str
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen. temperature 0: the best one. top_k 0, top_p 1: no filter. seed None: drawn at admission."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+@message("generate")
+class Generate:
+    """Generate from exactly one of `prompt` (text), `tokens` (ids) and `chat` (messages for the chat template).
+
+    `credit`: chunks that may be sent before the app grants more with Credit. `options` are keyword arguments for the
+    chat template (`enable_thinking` ...). Model "" is the one that is served.
+    """
+
+    tag: int
+    model: str = ""
+    prompt: str | None = None
+    tokens: list[int] | None = None
+    chat: list[dict[str, Json]] | None = None
+    tools: list[dict[str, Json]] | None = None
+    options: dict[str, Json] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: list[str] = field(default_factory=list)
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    credit: int = 64
+
+
+@message("accepted")
+class Accepted:
+    """The request exists under the server's id; `position` requests are before it."""
+
+    tag: int
+    request: int
+    position: int
+
+
+@message("progress")
+class Progress:
+    """What a request that sends no text yet is doing: `stage` is queued or prefill; done of total."""
+
+    request: int
+    stage: str
+    done: int
+    total: int
+
+
+@message("chunk")
+class Chunk:
+    """New output: `tokens` ids, the first of them output number `index`, and the text that became certain."""
+
+    request: int
+    index: int
+    tokens: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds a request spent in each stage."""
+
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@message("finished")
+class Finished:
+    """The end of a request: `reason` is stop (end token or stop string), length, or cancelled."""
+
+    request: int
+    reason: str
+    stop: str | None
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+    timings: Timings
+
+
+@message("failed")
+class Failed:
+    """A request (by `request`) or a message (by `tag`) that failed; `retry`: the same may work later."""
+
+    tag: int | None
+    request: int | None
+    code: str
+    message: str
+    retry: bool = False
+
+
+@message("credit")
+class Credit:
+    """The app has consumed `chunks` more chunks of a request."""
+
+    request: int
+    chunks: int
+
+
+@message("cancel")
+class Cancel:
+    """End a request of this connection."""
+
+    request: int
+
+
+@message("tokenize")
+class Tokenize:
+    """Token ids of a text; `special`: control tokens spelled in it are recognised."""
+
+    tag: int
+    text: str
+    special: bool = False
+
+
+@message("tokens")
+class Tokens:
+    """Answer to Tokenize."""
+
+    tag: int
+    tokens: list[int]
+
+
+@message("status_request")
+class StatusRequest:
+    """Ask for the state of the daemon."""
+
+    tag: int
+
+
+@message("status_reply")
+class StatusReply:
+    """Answer to StatusRequest: the status document (docs/status.md describes it)."""
+
+    tag: int
+    status: dict[str, Json]
+
+
+@message("ping")
+class Ping:
+    """Keeps the lease of a connection alive."""
+
+    tag: int
+
+
+@message("pong")
+class Pong:
+    """Answer to Ping."""
+
+    tag: int
+
+
+# ---- supervisor and its children -------------------------------------------------------------------------------------
+
+
+@message("child_hello")
+class ChildHello:
+    """First message of a child to the supervisor."""
+
+    role: str
+    pid: int
+
+
+@message("child_progress")
+class ChildProgress:
+    """Long work of a child before it is ready: done of total in `unit` (bytes, ...)."""
+
+    role: str
+    what: str
+    done: int
+    total: int
+    unit: str
+
+
+@message("ready")
+class Ready:
+    """The child serves. `detail` goes into the status document."""
+
+    role: str
+    detail: dict[str, Json] = field(default_factory=dict)
+
+
+@message("child_failed")
+class ChildFailed:
+    """The child cannot go on, and why, for people; it exits after this."""
+
+    role: str
+    code: str
+    message: str
+
+
+@message("heartbeat")
+class Heartbeat:
+    """Sent by a thread of its own; `progress` counts finished pieces of work, `busy` says that one is being done."""
+
+    role: str
+    progress: int
+    busy: bool
+
+
+@message("run")
+class Run:
+    """A request for the worker. `produced` are output ids that exist already (a resumed request)."""
+
+    request: int
+    prompt: str | None
+    tokens: list[int] | None
+    chat: list[dict[str, Json]] | None
+    tools: list[dict[str, Json]] | None
+    options: dict[str, Json]
+    sampling: Sampling
+    stop: list[str]
+    max_tokens: int
+    ignore_eos: bool
+    produced: list[int] = field(default_factory=list)
+
+
+@message("admitted")
+class Admitted:
+    """The worker has the prompt's ids (the journal keeps them) and the seed."""
+
+    request: int
+    tokens: list[int]
+    seed: int
+
+
+@message("prefilled")
+class Prefilled:
+    """Prompt positions done of total."""
+
+    request: int
+    done: int
+    total: int
+
+
+@message("produced")
+class Produced:
+    """One output token, its number, and the text that became certain with it."""
+
+    request: int
+    index: int
+    token: int
+    text: str
+
+
+@message("done")
+class Done:
+    """The worker finished a request; `text` is what was still held back."""
+
+    request: int
+    reason: str
+    stop: str | None
+    text: str
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+    timings: Timings
+
+
+@message("refused")
+class Refused:
+    """The worker cannot do a request."""
+
+    request: int
+    code: str
+    message: str
+
+
+@message("abort")
+class Abort:
+    """Stop working on a request; the worker answers with Done (reason cancelled)."""
+
+    request: int
+
+
+@message("encode")
+class Encode:
+    """Tokenize for somebody else."""
+
+    job: int
+    text: str
+    special: bool
+
+
+@message("encoded")
+class Encoded:
+    """Answer to Encode; `error` says why there are no tokens."""
+
+    job: int
+    tokens: list[int] | None
+    error: str | None = None
+
+
+@message("status_query")
+class StatusQuery:
+    """Ask a child for its part of the status document."""
+
+    job: int
+
+
+@message("status_answer")
+class StatusAnswer:
+    """A child's part of the status document."""
+
+    job: int
+    role: str
+    status: dict[str, Json]
+
+
+@message("stop")
+class Stop:
+    """Finish and exit."""
+
+
+# ---- worker, store, calibrator ---------------------------------------------------------------------------------------
+
+
+@message("attach")
+class Attach:
+    """A worker asks for the place of everything in the arena."""
+
+    worker: int
+    model: str
+
+
+@message("attached")
+class Attached:
+    """The arena holds the model `fingerprint`; the layout follows from the headers it carries and these settings."""
+
+    model: str
+    fingerprint: str
+    layout_version: int
+    arena_bytes: int
+    resident: int
+    records: int
+    error: str | None = None
+
+
+@message("stage")
+class Stage:
+    """Bring records (pairs of expert layer, expert) into host memory and lease them."""
+
+    batch: int
+    model: str
+    records: list[list[int]]
+
+
+@message("staged")
+class Staged:
+    """Slot and generation of each record asked for, in order, leased until Release(lease)."""
+
+    batch: int
+    lease: int
+    slots: list[int]
+    generations: list[int]
+    error: str | None = None
+
+
+@message("release")
+class Release:
+    """Give a lease back."""
+
+    lease: int
+
+
+@message("routed")
+class Routed:
+    """Routed ids of one step: `ids` is int16 [expert layers, rows, top_k]; `decode` says which rows count as decode."""
+
+    step: int
+    model: str
+    layers: int
+    rows: int
+    top_k: int
+    decode: bytes
+    ids: bytes
+
+
+@message("placement")
+class Placement:
+    """Which experts should be hot in a tier: `hot[layer]` lists ids; `ring` is the share of slots for the tail."""
+
+    version: int
+    model: str
+    tier: str
+    hot: list[list[int]]
+    ring: float
+
+
+Message = Any
+
+
+def encode(msg: Message) -> bytes:
+    """Pack a message. MessageError when it is larger than `MAX_BYTES`."""
+    body = {f.name: _plain(getattr(msg, f.name)) for f in dataclasses.fields(msg)}
+    data: bytes = msgpack.packb({"v": VERSION, "t": msg.wire_name, **body}, use_bin_type=True)
+    if len(data) > MAX_BYTES:
+        raise MessageError(f"{msg.wire_name}: message has {len(data)} bytes, the limit is {MAX_BYTES}")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """Unpack and validate a message. MessageError says what is wrong with it."""
+    if len(data) > MAX_BYTES:
+        raise MessageError(f"message has {len(data)} bytes, the limit is {MAX_BYTES}")
+    try:
+        body = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=65536, max_str_len=MAX_BYTES
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise MessageError(f"message is not msgpack: {error}") from None
+    if not isinstance(body, dict):
+        raise MessageError("message is not a map")
+    version = body.pop("v", None)
+    if version != VERSION:
+        raise MessageError(f"message has protocol version {version!r}, this side speaks {VERSION}")
+    name = body.pop("t", None)
+    cls = _TYPES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise MessageError(f"unknown message type {name!r}"[:200])
+    return _build(cls, body, str(name))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return value
+
+
+def _build(cls: type[Any], body: dict[str, Any], where: str) -> Any:
+    hints = _hints(cls)
+    for key in body:
+        if key not in hints:
+            raise MessageError(f"{where}: unknown field {key!r}"[:200])
+    for f in dataclasses.fields(cls):
+        if f.name in body:
+            body[f.name] = _check(hints[f.name], body[f.name], f"{where}.{f.name}")
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise MessageError(f"{where}: field {f.name!r} is missing")
+    return cls(**body)
+
+
+_HINTS: dict[type[Any], dict[str, Any]] = {}
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
+def _check(hint: Any, value: Any, where: str) -> Any:
+    """`value` as `hint` says, or MessageError. float takes int; bool is no int; integers fit in 64 bits."""
+    if hint is Any:
+        return _bounded(value, where)
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        return _check(next(a for a in typing.get_args(hint) if a is not type(None)), value, where)
+    if origin is list:
+        if isinstance(value, list):
+            (item,) = typing.get_args(hint)
+            if item in (int, str):
+                wrong = next((v for v in value if type(v) is not item), None)
+                if wrong is None:
+                    return value
+                raise MessageError(f"{where}: expected {item.__name__}s, found {type(wrong).__name__}")
+            return [_check(item, v, where) for v in value]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return _bounded(value, where)
+    elif dataclasses.is_dataclass(hint):
+        if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+            return _build(typing.cast("type[Any]", hint), value, where)
+    elif hint is float:
+        if type(value) in (int, float):
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise MessageError(f"{where}: expected {_name(hint)}, found {type(value).__name__}")
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and typing.get_origin(hint) is None else str(hint)
+
+
+def _bounded(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
+    """Free-form content (chat messages, tools, status): bounded nesting, text keys."""
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise MessageError(f"{where}: nested deeper than {MAX_DEPTH}")
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            raise MessageError(f"{where}: a map has keys that are not text")
+        for item in value.values() if isinstance(value, dict) else value:
+            _bounded(item, where, depth - 1)
+    return value
