@@ -1,0 +1,47 @@
+"""The native kernels: the same C++ sources compiled once per instruction set, chosen at run time."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from pathlib import Path
+from types import ModuleType
+
+from sparkd.errors import UnsupportedError
+
+#: Flags of /proc/cpuinfo that x86-64-v3 stands for (lzcnt is called abm there), besides those of every x86-64 kernel.
+_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+
+
+def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The flags of the first processor; empty where the kernel lists none."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
+def available() -> tuple[str, ...]:
+    """Instruction sets that this machine runs, best first."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ("portable",)
+    return ("x86-64-v3", "x86-64") if _cpu_flags() >= _V3 else ("x86-64",)
+
+
+def native(isa: str = "auto") -> ModuleType:
+    """The extension module for `isa`: "auto" takes the best one this machine runs (setting `cpu.isa`).
+
+    All modules compute equal bits. Raises UnsupportedError for an instruction set this machine lacks.
+    """
+    names = available()
+    chosen = names[0] if isa == "auto" else isa
+    if chosen not in names:
+        raise UnsupportedError(
+            f"this machine does not run {isa}", where="cpu.isa", fix=f"choose auto or one of: {', '.join(names)}"
+        )
+    return importlib.import_module(f"sparkd._native_{chosen.replace('-', '_')}")
