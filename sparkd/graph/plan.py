@@ -1,0 +1,89 @@
+"""Where the values of a program lie: each gets a place in one arena for as long as some operation still reads it.
+
+Sizes are float32 numbers per row. A step of at most `r` rows needs an arena of r * `width` numbers, in which a value at
+`offset` occupies [r * offset, r * (offset + value.width)), rows one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+
+from sparkd.graph.ops import Op, Value
+from sparkd.graph.program import Program
+
+#: Places begin at multiples of this, so that every row block starts on a cache line.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """A value exists from the operation that writes it (index `first`) to the last one that reads it (`last`)."""
+
+    value: Value
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Offset of every value, and the size of the arena; both in float32 numbers per row."""
+
+    offsets: Mapping[Value, int]
+    width: int
+
+
+def reads(op: Op) -> tuple[Value, ...]:
+    """The values an operation reads."""
+    operands = ((f.name, getattr(op, f.name)) for f in fields(op))
+    return tuple(v for name, v in operands if name != "out" and isinstance(v, Value))
+
+
+def written(op: Op) -> Value | None:
+    """The value an operation writes; None for those that write a routing or the logits."""
+    out = getattr(op, "out", None)
+    return out if isinstance(out, Value) else None
+
+
+def lifetimes(program: Program, keep: Collection[Value] = ()) -> tuple[Lifetime, ...]:
+    """Lifetime of every value, in order of writing; values in `keep` live to the end of the step.
+
+    Raises ValueError for a value that is read before it is written, written twice, or kept but never written.
+    """
+    first: dict[Value, int] = {}
+    last: dict[Value, int] = {}
+    for index, op in enumerate(program.ops):
+        for value in reads(op):
+            if value not in first:
+                raise ValueError(f"operation {index} reads {value.name} before any operation writes it")
+            last[value] = index
+        out = written(op)
+        if out is not None:
+            if out in first:
+                raise ValueError(f"operation {index} writes {out.name}, which operation {first[out]} wrote")
+            first[out] = last[out] = index
+    for value in keep:
+        if value not in first:
+            raise ValueError(f"{value.name} is to be kept, but no operation writes it")
+        last[value] = len(program.ops)
+    return tuple(Lifetime(value, start, last[value]) for value, start in first.items())
+
+
+def plan(program: Program, keep: Collection[Value] = ()) -> Plan:
+    """Place every value at the lowest offset that no value living at the same time occupies."""
+    offsets: dict[Value, int] = {}
+    live: list[tuple[int, int, int]] = []  # offset, end, last reader; by offset
+    width = 0
+    for life in lifetimes(program, keep):
+        live = [place for place in live if place[2] >= life.first]
+        size = -(-life.value.width // ALIGNMENT) * ALIGNMENT
+        offset = 0
+        for start, end, _ in live:
+            if offset + size <= start:
+                break
+            offset = end
+        live.append((offset, offset + size, life.last))
+        live.sort()
+        offsets[life.value] = offset
+        width = max(width, offset + size)
+    return Plan(offsets, width)
