@@ -52,7 +52,12 @@ def model_path(recipes: dict[str, dict], model_dir: Path) -> Callable[[str], Pat
             if recipe["preset"] not in ("tiny", "tinyk") and not vocab.exists():
                 pytest.skip(f"{name} needs the vocabulary {vocab}, which this checkout lacks")
             make_gguf.generate(
-                recipe["arch"], recipe["preset"], recipe["quant"], recipe["seed"], str(path), str(vocab),
+                recipe["arch"],
+                recipe["preset"],
+                recipe["quant"],
+                recipe["seed"],
+                str(path),
+                str(vocab),
                 overrides=recipe["overrides"],
             )
             assert _sha256(path) == expected, f"{name}: the generator made other bytes than the recipe says"

@@ -82,7 +82,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen. temperature 0: the best one. top_k 0, top_p 1: no filter. seed None: drawn at admission."""
+    """How a token is chosen. temperature 0: the best one; top_k 0, top_p 1: no filter; no seed: drawn at admission."""
 
     temperature: float = 0.0
     top_k: int = 0

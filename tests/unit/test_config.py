@@ -1,0 +1,98 @@
+"""Settings: one set of keys in file, environment and flags; anything else is refused with its place."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sparkd import config
+from sparkd.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_config_toml_documents_every_key_with_its_default() -> None:
+    documented = tomllib.loads((ROOT / "config.toml").read_text())
+    assert documented == config.Settings().model_dump()
+    assert config.load([ROOT / "config.toml"], {}) == config.Settings()
+
+
+def test_settings_survive_the_way_to_a_child() -> None:
+    settings = config.load([], {"SPARKD_CPU_THREADS": "3", "SPARKD_MEMORY_HOST_GIB": "1.5"})
+    assert config.Settings.from_json(settings.to_json()) == settings
+    assert (settings.cpu.threads, settings.memory.host_gib) == (3, 1.5)
+
+
+def test_flags_win_over_variables_and_variables_over_files(tmp_path: Path) -> None:
+    path = write(tmp_path, "[cpu]\nthreads = 1\n[limits]\nqueue = 1\nsequences = 1\n")
+    variables = {"SPARKD_CPU_THREADS": "2", "SPARKD_LIMITS_QUEUE": "2"}
+    settings = config.load([path], variables, {("cpu", "threads"): "3"})
+    assert (settings.cpu.threads, settings.limits.queue, settings.limits.sequences) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("[cpu]\nthreads = -1\n", 2, "cpu.threads = -1"),
+        ("[cpu]\n\n\nthread = 1\n", 4, "unknown key cpu.thread"),
+        ("[gpu]\nx = 1\n", 1, "unknown section [gpu]"),
+        ("\n[cpu]\nthreads = 'two'\n", 3, "cpu.threads = 'two'"),
+        ("[cpu]\nthreads = 1.5\n", 2, "cpu.threads = 1.5"),
+        ("[kv]\ntype = 'q8_0'\n", 2, "kv.type = 'q8_0'"),
+        ("[memory]\nvram_gib = 8\n", 2, "no GPU worker"),
+        ("[numerics]\nprefill = 'fast'\n", 2, "numerics.prefill = 'fast'"),
+        ("kv.type = 'x'\n", 1, "kv.type = 'x'"),
+        ("kv = { type = 'x' }\n", 1, "kv.type = 'x'"),
+        ("threads = 3\n", 1, "'threads' is not a section"),
+        ("[calibration]\nenabled = 1\n", 2, "calibration.enabled = 1"),
+        ("[memory]\nhost_gib = nan\n", 2, "memory.host_gib = nan"),
+    ],
+)
+def test_wrong_files_are_refused_with_file_and_line(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        config.load([path], {})
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{line}: ") and says in message and "\n" not in message
+
+
+@pytest.mark.parametrize("content", [b"[cpu\n", b"\xff\xfe", b"[cpu]\nthreads = 1\nthreads = 2\n"])
+def test_files_that_are_not_toml_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        config.load([path], {})
+    assert str(caught.value).startswith(f"{path}: not TOML: ") and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read: No such file"):
+        config.load([tmp_path / "none.toml"], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("SPARKD_CPU_THREADS", "many", "'many' is not a whole number"),
+        ("SPARKD_CPU_THREADS", "5000", "less than or equal to 1024"),
+        ("SPARKD_CPU_THREAD", "1", "unknown setting"),
+        ("SPARKD_CALIBRATION_ENABLED", "maybe", "true or false"),
+    ],
+)
+def test_wrong_variables_are_refused_by_name(name: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load([], {name: value})
+    assert name in str(caught.value) and says in str(caught.value)
+
+
+def test_wrong_flags_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--limits-context: 'x' is not a whole number"):
+        config.load([], {}, {("limits", "context"): "x"})
