@@ -1,0 +1,375 @@
+// Block formats of GGUF weights: one table, one unpacker per type, products of rows.
+//
+// Every quantised format of the table is, per block, integers q with small integer scales and (some) minima per
+// sub-block, and one or two float32 factors:
+//
+//     w[e] = (d * scale[e / sub]) * q[e] + offset * min[e / sub]
+//
+// docs/arithmetic.md, "Weight formats" gives the layouts and "Products" the order of every rounding.
+#pragma once
+
+#include "arithmetic.h"
+
+namespace spark {
+
+enum class Class {
+    FLOAT,   // dequantise, then dot32
+    INT32,   // integer product, one activation scale per 32 elements
+    INT256,  // integer product, one activation scale per 256 elements
+};
+
+struct Format {
+    int id;       // ggml type id
+    int block;    // elements per block
+    int bytes;    // bytes per block
+    Class cls;
+    int sub;      // elements per sub-block
+    bool offset;  // has minima
+};
+
+enum Type {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
+    Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
+};
+
+// The table's row for a ggml type id; null: sparkd cannot compute this type.
+SPARK_FN const Format* find_format(int ggml_id) {
+    static constexpr Format formats[] = {
+        {F32, 1, 4, Class::FLOAT, 1, false},       {F16, 1, 2, Class::FLOAT, 1, false},
+        {BF16, 1, 2, Class::FLOAT, 1, false},      {Q4_0, 32, 18, Class::INT32, 32, false},
+        {Q4_1, 32, 20, Class::INT32, 32, true},    {Q5_0, 32, 22, Class::INT32, 32, false},
+        {Q5_1, 32, 24, Class::INT32, 32, true},    {Q8_0, 32, 34, Class::INT32, 32, false},
+        {IQ4_NL, 32, 18, Class::INT32, 32, false}, {MXFP4, 32, 17, Class::INT32, 32, false},
+        {Q2_K, 256, 84, Class::INT256, 16, true},  {Q3_K, 256, 110, Class::INT256, 16, false},
+        {Q4_K, 256, 144, Class::INT256, 32, true}, {Q5_K, 256, 176, Class::INT256, 32, true},
+        {Q6_K, 256, 210, Class::INT256, 16, false}, {IQ4_XS, 256, 136, Class::INT256, 32, false},
+    };
+    for (const Format& format : formats)
+        if (format.id == ggml_id) return &format;
+    return nullptr;
+}
+
+// A weight row of an integer class, unpacked once and used for several activation rows. The caller owns the memory.
+struct IntRow {
+    const Format* format;
+    int columns;
+    int8_t* q;       // [columns]
+    int16_t* scale;  // [columns / sub]
+    int16_t* min;    // [columns / sub], formats with an offset only
+    float* d;        // [columns / block]
+    float* offset;   // [columns / block], formats with an offset only
+};
+
+// Bytes that an IntRow of `columns` (a multiple of 32) needs, for any type.
+SPARK_FN int64_t int_row_bytes(int columns) { return columns + 4 * (columns / 16) + 8 * (columns / 32); }
+
+// Lays an IntRow out in `memory` (int_row_bytes(columns) bytes, aligned to 4).
+SPARK_FN IntRow int_row(void* memory, int columns) {
+    IntRow row = {};
+    row.columns = columns;
+    row.d = static_cast<float*>(memory);
+    row.offset = row.d + columns / 32;
+    row.scale = reinterpret_cast<int16_t*>(row.offset + columns / 32);
+    row.min = row.scale + columns / 16;
+    row.q = reinterpret_cast<int8_t*>(row.min + columns / 16);
+    return row;
+}
+
+// Unpackers: one block to q[block], scale and min [block / sub], d, offset.
+
+SPARK_FN uint32_t load_u16(const uint8_t* b) { return b[0] | static_cast<uint32_t>(b[1]) << 8; }
+SPARK_FN uint32_t load_u32(const uint8_t* b) { return load_u16(b) | load_u16(b + 2) << 16; }
+SPARK_FN float load_f16(const uint8_t* b) { return f16_to_f32(static_cast<uint16_t>(load_u16(b))); }
+
+SPARK_FN void unpack_q4_0(const uint8_t* b, int8_t* q, float& d) {
+    d = load_f16(b);
+    for (int i = 0; i < 16; ++i) {
+        q[i] = static_cast<int8_t>((b[2 + i] & 15) - 8);
+        q[i + 16] = static_cast<int8_t>((b[2 + i] >> 4) - 8);
+    }
+}
+
+SPARK_FN void unpack_q4_1(const uint8_t* b, int8_t* q, float& d, float& offset) {
+    d = load_f16(b);
+    offset = load_f16(b + 2);
+    for (int i = 0; i < 16; ++i) {
+        q[i] = static_cast<int8_t>(b[4 + i] & 15);
+        q[i + 16] = static_cast<int8_t>(b[4 + i] >> 4);
+    }
+}
+
+// Nibbles at `low` with the bits of `high` as fifth bits.
+SPARK_FN void unpack_5_bits(const uint8_t* low, uint32_t high, int bias, int8_t* q) {
+    for (int i = 0; i < 16; ++i) {
+        const int h0 = static_cast<int>((high >> i) & 1u) << 4;
+        const int h1 = static_cast<int>((high >> (i + 16)) & 1u) << 4;
+        q[i] = static_cast<int8_t>(((low[i] & 15) | h0) - bias);
+        q[i + 16] = static_cast<int8_t>(((low[i] >> 4) | h1) - bias);
+    }
+}
+
+SPARK_FN void unpack_q5_0(const uint8_t* b, int8_t* q, float& d) {
+    d = load_f16(b);
+    unpack_5_bits(b + 6, load_u32(b + 2), 16, q);
+}
+
+SPARK_FN void unpack_q5_1(const uint8_t* b, int8_t* q, float& d, float& offset) {
+    d = load_f16(b);
+    offset = load_f16(b + 2);
+    unpack_5_bits(b + 8, load_u32(b + 4), 0, q);
+}
+
+SPARK_FN void unpack_q8_0(const uint8_t* b, int8_t* q, float& d) {
+    d = load_f16(b);
+    for (int i = 0; i < 32; ++i) q[i] = static_cast<int8_t>(b[2 + i]);
+}
+
+// 32 values of a 16-entry code book, nibbles at `b`.
+SPARK_FN void unpack_iq4_values(const uint8_t* b, int8_t* q) {
+    static constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    for (int i = 0; i < 16; ++i) {
+        q[i] = values[b[i] & 15];
+        q[i + 16] = values[b[i] >> 4];
+    }
+}
+
+SPARK_FN void unpack_iq4_nl(const uint8_t* b, int8_t* q, float& d) {
+    d = load_f16(b);
+    unpack_iq4_values(b + 2, q);
+}
+
+SPARK_FN void unpack_mxfp4(const uint8_t* b, int8_t* q, float& d) {
+    static constexpr int8_t values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    // 2^(E - 128); the first two are denormal.
+    d = from_bits(b[0] < 2 ? 0x00200000u << b[0] : static_cast<uint32_t>(b[0] - 1) << 23);
+    for (int i = 0; i < 16; ++i) {
+        q[i] = values[b[1 + i] & 15];
+        q[i + 16] = values[b[1 + i] >> 4];
+    }
+}
+
+SPARK_FN void unpack_q2_k(const uint8_t* b, int8_t* q, int16_t* scale, int16_t* min, float& d, float& offset) {
+    d = load_f16(b + 80);
+    offset = -load_f16(b + 82);
+    for (int j = 0; j < 16; ++j) {
+        scale[j] = b[j] & 15;
+        min[j] = b[j] >> 4;
+    }
+    for (int half = 0; half < 2; ++half)
+        for (int g = 0; g < 4; ++g)
+            for (int l = 0; l < 32; ++l)
+                q[128 * half + 32 * g + l] = static_cast<int8_t>((b[16 + 32 * half + l] >> (2 * g)) & 3);
+}
+
+SPARK_FN void unpack_q3_k(const uint8_t* b, int8_t* q, int16_t* scale, float& d) {
+    const uint8_t* s = b + 96;
+    d = load_f16(b + 108);
+    for (int j = 0; j < 16; ++j) {
+        const int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4;
+        const int high = (s[8 + j % 4] >> (2 * (j / 4))) & 3;
+        scale[j] = static_cast<int16_t>((low | high << 4) - 32);
+    }
+    for (int half = 0; half < 2; ++half)
+        for (int g = 0; g < 4; ++g)
+            for (int l = 0; l < 32; ++l) {
+                const int low = (b[32 + 32 * half + l] >> (2 * g)) & 3;
+                const int high = (b[l] >> (4 * half + g)) & 1;
+                q[128 * half + 32 * g + l] = static_cast<int8_t>(low + 4 * high - 4);
+            }
+}
+
+// Eight 6-bit scales and minima in 12 bytes.
+SPARK_FN void unpack_6_bit_scales(const uint8_t* s, int16_t* scale, int16_t* min) {
+    for (int j = 0; j < 4; ++j) {
+        scale[j] = s[j] & 63;
+        min[j] = s[j + 4] & 63;
+        scale[j + 4] = static_cast<int16_t>((s[j + 8] & 15) | (s[j] >> 6) << 4);
+        min[j + 4] = static_cast<int16_t>((s[j + 8] >> 4) | (s[j + 4] >> 6) << 4);
+    }
+}
+
+SPARK_FN void unpack_q4_k(const uint8_t* b, int8_t* q, int16_t* scale, int16_t* min, float& d, float& offset) {
+    d = load_f16(b);
+    offset = -load_f16(b + 2);
+    unpack_6_bit_scales(b + 4, scale, min);
+    for (int pair = 0; pair < 4; ++pair)
+        for (int l = 0; l < 32; ++l) {
+            q[64 * pair + l] = static_cast<int8_t>(b[16 + 32 * pair + l] & 15);
+            q[64 * pair + 32 + l] = static_cast<int8_t>(b[16 + 32 * pair + l] >> 4);
+        }
+}
+
+SPARK_FN void unpack_q5_k(const uint8_t* b, int8_t* q, int16_t* scale, int16_t* min, float& d, float& offset) {
+    d = load_f16(b);
+    offset = -load_f16(b + 2);
+    unpack_6_bit_scales(b + 4, scale, min);
+    for (int pair = 0; pair < 4; ++pair)
+        for (int l = 0; l < 32; ++l) {
+            const int low = b[48 + 32 * pair + l];
+            const int high = b[16 + l] >> (2 * pair);
+            q[64 * pair + l] = static_cast<int8_t>((low & 15) | (high & 1) << 4);
+            q[64 * pair + 32 + l] = static_cast<int8_t>((low >> 4) | (high & 2) << 3);
+        }
+}
+
+SPARK_FN void unpack_q6_k(const uint8_t* b, int8_t* q, int16_t* scale, float& d) {
+    d = load_f16(b + 208);
+    for (int j = 0; j < 16; ++j) scale[j] = static_cast<int8_t>(b[192 + j]);
+    for (int half = 0; half < 2; ++half)
+        for (int g = 0; g < 4; ++g)
+            for (int l = 0; l < 32; ++l) {
+                const int low = (b[64 * half + 32 * (g % 2) + l] >> (4 * (g / 2))) & 15;
+                const int high = (b[128 + 32 * half + l] >> (2 * g)) & 3;
+                q[128 * half + 32 * g + l] = static_cast<int8_t>((low | high << 4) - 32);
+            }
+}
+
+SPARK_FN void unpack_iq4_xs(const uint8_t* b, int8_t* q, int16_t* scale, float& d) {
+    const uint32_t high = load_u16(b + 2);
+    d = load_f16(b);
+    for (int j = 0; j < 8; ++j) {
+        const int low = (b[4 + j / 2] >> (4 * (j % 2))) & 15;
+        scale[j] = static_cast<int16_t>((low | static_cast<int>((high >> (2 * j)) & 3u) << 4) - 32);
+        unpack_iq4_values(b + 8 + 16 * j, q + 32 * j);
+    }
+}
+
+// Block number `i` of a row of an integer class.
+SPARK_FN void unpack_block(const uint8_t* block, int i, IntRow& out) {
+    const int per_block = out.format->block / out.format->sub;
+    int8_t* q = out.q + i * out.format->block;
+    int16_t* scale = out.scale + i * per_block;
+    int16_t* min = out.min + i * per_block;
+    float& d = out.d[i];
+    float& offset = out.offset[i];
+    scale[0] = 1;  // of the formats without sub-blocks
+    min[0] = 1;
+    switch (out.format->id) {
+        case Q4_0: return unpack_q4_0(block, q, d);
+        case Q4_1: return unpack_q4_1(block, q, d, offset);
+        case Q5_0: return unpack_q5_0(block, q, d);
+        case Q5_1: return unpack_q5_1(block, q, d, offset);
+        case Q8_0: return unpack_q8_0(block, q, d);
+        case IQ4_NL: return unpack_iq4_nl(block, q, d);
+        case MXFP4: return unpack_mxfp4(block, q, d);
+        case Q2_K: return unpack_q2_k(block, q, scale, min, d, offset);
+        case Q3_K: return unpack_q3_k(block, q, scale, d);
+        case Q4_K: return unpack_q4_k(block, q, scale, min, d, offset);
+        case Q5_K: return unpack_q5_k(block, q, scale, min, d, offset);
+        case Q6_K: return unpack_q6_k(block, q, scale, d);
+        case IQ4_XS: return unpack_iq4_xs(block, q, scale, d);
+    }
+}
+
+// Unpacks a whole row of an integer class; `columns` is a multiple of the block.
+SPARK_FN void unpack_row(int type, const uint8_t* row, int columns, IntRow& out) {
+    out.format = find_format(type);
+    out.columns = columns;
+    for (int i = 0; i < columns / out.format->block; ++i) unpack_block(row + i * out.format->bytes, i, out);
+}
+
+// Dequantises a row of any supported type; the bits are those of the gguf Python package.
+SPARK_FN void dequantise_row(int type, const uint8_t* row, int columns, float* out) {
+    const Format* format = find_format(type);
+    if (format->cls == Class::FLOAT) {
+        for (int e = 0; e < columns; ++e) {
+            const uint8_t* b = row + e * format->bytes;
+            out[e] = type == F32   ? from_bits(load_u32(b))
+                     : type == F16 ? load_f16(b)
+                                   : bf16_to_f32(static_cast<uint16_t>(load_u16(b)));
+        }
+        return;
+    }
+    int8_t q[256];
+    int16_t scale[16], min[16];
+    float d, offset;
+    IntRow one = {format, format->block, q, scale, min, &d, &offset};
+    for (int i = 0; i < columns / format->block; ++i) {
+        unpack_block(row + i * format->bytes, 0, one);
+        float* y = out + i * format->block;
+        for (int e = 0; e < format->block; ++e) {
+            y[e] = (d * static_cast<float>(scale[e / format->sub])) * static_cast<float>(q[e]);
+            if (format->offset) y[e] = y[e] + offset * static_cast<float>(min[e / format->sub]);
+        }
+    }
+}
+
+// Activations.
+
+// Quantises a row to int8 in [-127, 127] with one scale a per `form` (32 or 256) elements: q[columns], a[columns / form].
+SPARK_FN void quantise_row(const float* x, int columns, int form, int8_t* q, float* a) {
+    for (int i = 0; i < columns / form; ++i) {
+        const float* block = x + i * form;
+        uint32_t largest = 0;
+        for (int e = 0; e < form; ++e) {
+            const uint32_t magnitude = bits_of(block[e]) & 0x7fffffffu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        const bool finite = largest < 0x7f800000u;
+        if (!finite || largest < 0x0f800000u) {  // 2^-96
+            a[i] = finite ? 0.0f : canonical_nan();
+            for (int e = 0; e < form; ++e) q[i * form + e] = 0;
+            continue;
+        }
+        a[i] = from_bits(largest) / 127.0f;
+        const float inverse = 127.0f / from_bits(largest);
+        for (int e = 0; e < form; ++e) {
+            float v = block[e] * inverse;
+            v = v > 127.0f ? 127.0f : v;
+            v = v < -127.0f ? -127.0f : v;
+            q[i * form + e] = static_cast<int8_t>(static_cast<int32_t>(round_even(v)));
+        }
+    }
+}
+
+// Sums of q over each 16 elements, which formats with minima multiply: sums[columns / 16].
+SPARK_FN void sum_row(const int8_t* q, int columns, int16_t* sums) {
+    for (int i = 0; i < columns / 16; ++i) {
+        int sum = 0;
+        for (int e = 0; e < 16; ++e) sum += q[16 * i + e];
+        sums[i] = static_cast<int16_t>(sum);
+    }
+}
+
+// Products.
+
+template <int SUB>
+SPARK_FN int32_t scaled_sum(const int8_t* w, const int8_t* x, const int16_t* scale, int subs) {
+    int32_t total = 0;
+    for (int s = 0; s < subs; ++s) {
+        int32_t sum = 0;
+        for (int e = 0; e < SUB; ++e) sum += w[SUB * s + e] * x[SUB * s + e];
+        total += sum * scale[s];
+    }
+    return total;
+}
+
+// Product of a weight row of an integer class with an activation row in the form of its class (quantise_row, sum_row).
+SPARK_FN float product(const IntRow& w, const int8_t* q8, const float* a, const int16_t* sums) {
+    const Format& format = *w.format;
+    const int subs = format.block / format.sub;
+    float partial[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    for (int i = 0; i < w.columns / format.block; ++i) {
+        const int8_t* wq = w.q + i * format.block;
+        const int8_t* xq = q8 + i * format.block;
+        const int16_t* scale = w.scale + i * subs;
+        const int32_t isum =
+            format.sub == 32 ? scaled_sum<32>(wq, xq, scale, subs) : scaled_sum<16>(wq, xq, scale, subs);
+        float t;
+        if (format.offset) {
+            int32_t msum = 0;
+            for (int s = 0; s < subs; ++s) {
+                const int16_t* sum = sums + (i * format.block + s * format.sub) / 16;
+                msum += w.min[i * subs + s] * (format.sub == 32 ? sum[0] + sum[1] : sum[0]);
+            }
+            t = fma(w.d[i] * a[i], static_cast<float>(isum), (w.offset[i] * a[i]) * static_cast<float>(msum));
+        } else {
+            t = (w.d[i] * a[i]) * static_cast<float>(isum);
+        }
+        float& class_sum = partial[(i * format.block / 256) % 8];
+        class_sum = class_sum + t;
+    }
+    return halving_tree(partial, 8);
+}
+
+}  // namespace spark
