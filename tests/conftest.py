@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 DATA = Path(__file__).parent / "data"
-#: Large models, routing traces and the small models' vectors lie beside a developer's checkout and in CI, not in this repository.
+#: Vocabulary and vectors of the bigger models lie beside a developer's checkout and in CI, not in this repository.
 SHARED = Path(__file__).parent.parent.parent / "shared"
 
 

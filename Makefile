@@ -1,0 +1,50 @@
+# Everything here works on a fresh machine with Python 3.11+ and a C++17 compiler: each target makes its own .venv.
+#   make demo    build sparkd and let the built-in model answer
+#   make test    build sparkd with its test dependencies, check the code, run the tests
+#   make soak    the long tests: every golden vector and every chunking
+#   make clean   remove what was built
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt pyproject.toml $(shell find sparkd -name '*.cpp' -o -name '*.h')
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test lint soak clean toolchain
+
+demo: $(VENV)/.base
+	$(BIN)/sparkd demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not soak"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+soak: $(VENV)/.test
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+toolchain:
+	@command -v $(firstword $(CXX)) c++ clang++ >/dev/null || { echo "sparkd: no C++ compiler found; install one, for example: apt install g++" >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "sparkd: no $(PYTHON) found; sparkd needs Python 3.11 or newer, for example: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "sparkd: $(PYTHON) is older than 3.11; name another, for example: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "sparkd: $(PYTHON) has no venv module; install it, for example: apt install python3-venv" >&2; exit 1; }
+
+$(BIN)/python: | toolchain
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: $(NATIVE) | $(BIN)/python
+	@echo "Installing sparkd into $(VENV) (compiles the native kernels, about a minute) ..."
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.test: $(NATIVE) | $(BIN)/python
+	@echo "Installing sparkd and its test dependencies into $(VENV) (compiles the native kernels, a few minutes) ..."
+	$(PIP) install -e '.[test]'
+	@touch $(VENV)/.base $@
