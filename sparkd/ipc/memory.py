@@ -1,0 +1,89 @@
+"""Shared memory without names: memfd regions that children inherit by descriptor.
+
+The supervisor creates a region, maps it, and keeps the mapping for its whole life; children map the descriptor they
+inherit. Nothing appears in a file system, so nothing is left behind when every process is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from sparkd.errors import BudgetError
+
+
+class Region:
+    """A mapped memfd. Its size is sealed: a region that is mapped anywhere can neither shrink nor grow."""
+
+    def __init__(self, fd: int, size: int, writable: bool) -> None:
+        self.fd = fd
+        self.size = size
+        self.writable = writable
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, prot)
+        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    @staticmethod
+    def create(size: int, name: str = "sparkd-arena") -> Region:
+        """Make a zeroed region of `size` bytes; `name` only shows in /proc. BudgetError when the kernel refuses."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return Region(fd, size, writable=True)
+        except OSError as error:
+            os.close(fd)
+            raise BudgetError(
+                f"cannot make a shared memory region of {size} bytes: {error.strerror}",
+                where=name,
+                fix="check the limits on address space and memory (ulimit -v, vm.overcommit_memory)",
+            ) from None
+
+    @staticmethod
+    def map(fd: int, writable: bool = True) -> Region:
+        """Map a region whose descriptor was inherited. OSError when `fd` is no such descriptor."""
+        return Region(fd, os.fstat(fd).st_size, writable)
+
+    @property
+    def address(self) -> int:
+        """Where the region begins in this process, for native code."""
+        return int(self._bytes.ctypes.data)
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """Bytes `offset : offset + size`, writable when the region is. IndexError outside the region."""
+        self._inside(offset, size)
+        return memoryview(self._map)[offset : offset + size]
+
+    def array(self, offset: int, shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
+        """A numpy view of the region's own bytes. IndexError outside the region."""
+        kind = np.dtype(dtype)
+        count = int(np.prod(shape))
+        self._inside(offset, count * kind.itemsize)
+        return np.frombuffer(self._map, kind, count, offset).reshape(shape)
+
+    def _inside(self, offset: int, size: int) -> None:
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise IndexError(f"bytes {offset} to {offset + size} are outside a region of {self.size}")
+
+    def close(self) -> None:
+        """Give up the descriptor and the mapping; the mapping itself goes with the last view of it."""
+        os.close(self.fd)
+        del self._bytes
+        try:
+            self._map.close()
+        except BufferError:
+            del self._map
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
