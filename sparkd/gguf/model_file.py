@@ -22,7 +22,7 @@ from sparkd.errors import ModelFileError
 from sparkd.gguf.oddities import oddities
 from sparkd.gguf.reader import Header, Metadata, Tensor, parse_header, read_header, unsupported
 
-_SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from sparkd.gguf.reader import Metadata, Tensor
+from sparkd.gguf.reader import Array, Metadata, Tensor
 
 #: `general.file_type`: label, and the type that most of the weights should have.
 FILE_TYPES: Mapping[int, tuple[str, str]] = {
@@ -47,7 +47,7 @@ FILE_TYPES: Mapping[int, tuple[str, str]] = {
     40: ("Q1_0", "Q1_0"),
 }
 
-_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.")
 
 
 def oddities(
@@ -108,18 +108,17 @@ def _layers(metadata: Metadata, tensors: Mapping[str, Tensor], architecture: str
         beyond = sorted(block for block in present if block >= blocks)
         if beyond:
             yield f"{len(beyond)} blocks from {beyond[0]} on lie beyond block_count = {blocks}"
-        if max(present, default=0) < blocks:
-            absent = [block for block in range(min(blocks - drafts, 1 << 16)) if block not in present]
-            if absent:
-                yield f"{len(absent)} of {blocks} blocks have no tensors, the first is block {absent[0]}"
+        absent = blocks - drafts - sum(block < blocks - drafts for block in present)
+        if absent > 0:
+            yield f"{absent} of {blocks} blocks have no tensors"
 
 
 def _vocabulary(metadata: Metadata, tensors: Mapping[str, Tensor], architecture: str) -> Iterator[str]:
-    key = "tokenizer.ggml.tokens"
-    if not metadata.is_array(key):
+    vocabulary = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(vocabulary, Array):
         yield "the file has no tokenizer"
         return
-    tokens = len(metadata.strings(key))
+    tokens = len(vocabulary)
     declared = _integer(metadata, f"{architecture}.vocab_size", tokens)
     if declared != tokens:
         yield f"vocab_size is {declared}, the tokenizer has {tokens} tokens"
@@ -128,12 +127,12 @@ def _vocabulary(metadata: Metadata, tensors: Mapping[str, Tensor], architecture:
         yield f"token_embd.weight has {embedding.rows} rows, the tokenizer has {tokens} tokens"
     for name in ("token_type", "scores"):
         column = metadata.get(f"tokenizer.ggml.{name}")
-        if column is not None and hasattr(column, "__len__") and len(column) != tokens:
+        if isinstance(column, Array) and len(column) != tokens:
             yield f"tokenizer.ggml.{name} has {len(column)} entries, the tokenizer has {tokens} tokens"
     for key, value in metadata.items():
         is_id = key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
         if is_id and isinstance(value, int) and not 0 <= value < tokens:
-            yield f"{key} is {value}, outside the {tokens} tokens"
+            yield f"{key!r} is {value}, outside the {tokens} tokens"
 
 
 def _unused_bytes(tensors: Mapping[str, Tensor], files: Sequence[tuple[str, int, int]]) -> Iterator[str]:

@@ -117,13 +117,13 @@ def read_header(fd: int, file_size: int, where: str, shard: int = 0) -> Header:
 
 def parse_header(raw: bytes, file_size: int, where: str, shard: int = 0) -> Header:
     """The same from the header's bytes alone, without touching the file they came from."""
-    return _Parser(_Source(bytearray(raw), None, file_size, where), shard).header()
+    return _Parser(_Source(raw, None, file_size, where), shard).header()
 
 
 class _Source:
     """The file's first bytes, as far as they have been wanted."""
 
-    def __init__(self, data: bytearray, fd: int | None, file_size: int, where: str) -> None:
+    def __init__(self, data: bytes | bytearray, fd: int | None, file_size: int, where: str) -> None:
         self.data = data
         self.fd = fd
         self.file_size = file_size
