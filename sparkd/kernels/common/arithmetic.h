@@ -80,10 +80,11 @@ SPARK_FN float larger(float a, float b) { return a > b ? a : b; }
 SPARK_FN float f16_to_f32(uint16_t h) {
     const uint32_t magnitude = h & 0x7fffu;
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
-    // Shifted into place the exponent is 112 too small, for normal numbers and denormals alike; the product is exact.
-    const uint32_t finite = bits_of(from_bits(magnitude << 13) * 0x1p112f);
-    const uint32_t value = sign | (magnitude == 0x7c00u ? 0x7f800000u : finite);
-    return from_bits(magnitude > 0x7c00u ? 0x7fc00000u : value);
+    // Denormals (common as block scales) by way of an integer: a denormal float32 operand would cost a microcode assist.
+    const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+    uint32_t value = magnitude < 0x0400u ? bits_of(small) : (magnitude << 13) + (112u << 23);
+    value = magnitude == 0x7c00u ? 0x7f800000u : value;
+    return from_bits(magnitude > 0x7c00u ? 0x7fc00000u : sign | value);
 }
 
 // Nearest float16, ties to even; beyond +-65504 (infinities too) the largest finite value; NaN becomes 0x7e00.
