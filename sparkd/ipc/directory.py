@@ -1,0 +1,117 @@
+"""Which experts are in host memory, and in which slot: words that the store writes and every worker reads.
+
+A part of the arena, page-aligned, little endian:
+
+    0       magic u64, version u32, layers u32, experts u32 (of the layer with most), workers u32
+    4096    for each worker one cache line: step begin u64, step end u64 (written by that worker alone)
+    8192    for each (expert layer, expert) one word u64 (written by the store alone)
+
+    word    bits 62-63 state, bits 32-61 generation (counts the fillings of the slot, wraps), bits 0-31 slot
+
+            publish(LOADING)            publish(RESIDENT)
+    ABSENT ─────────────────► LOADING ─────────────────► RESIDENT
+       ▲                         │                          │
+       └────── load failed ──────┴───── publish(ABSENT) ────┘
+
+A slot is a number within the slab of the record's layer. A reader that sees RESIDENT sees the record's bytes too.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparkd.errors import UnavailableError
+from sparkd.ipc import _atomics
+from sparkd.ipc.memory import Region
+
+VERSION = 1
+#: Workers whose step counters have a place.
+WORKERS = 16
+GENERATIONS = 1 << 30
+_MAGIC = int.from_bytes(b"SPKDIREC", "little")
+_HEADER = struct.Struct("<QIIII")
+_WORDS = 8192
+
+
+class State(IntEnum):
+    """What a word says about its record."""
+
+    ABSENT = 0
+    LOADING = 1
+    RESIDENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """State of one record, and its slot in the slab of its layer (meaningless while ABSENT)."""
+
+    state: State
+    generation: int
+    slot: int
+
+    @staticmethod
+    def of(word: int) -> Entry:
+        """Unpack a word."""
+        return Entry(State(word >> 62), word >> 32 & GENERATIONS - 1, word & 0xFFFFFFFF)
+
+    @property
+    def word(self) -> int:
+        """The packed form."""
+        return self.state << 62 | self.generation % GENERATIONS << 32 | self.slot
+
+
+class Directory:
+    """The directory at `offset` of a region; `layers` expert layers of at most `experts` experts."""
+
+    def __init__(self, region: Region, offset: int, layers: int, experts: int) -> None:
+        self.layers = layers
+        self.experts = experts
+        self._words: NDArray[np.uint64] = region.array(offset + _WORDS, layers * experts, np.uint64)
+
+    @staticmethod
+    def size(layers: int, experts: int) -> int:
+        """Bytes a directory takes."""
+        return _WORDS + layers * experts * 8
+
+    @staticmethod
+    def create(region: Region, offset: int, layers: int, experts: int) -> Directory:
+        """Write the header; every record is absent (the region's memory is still zero)."""
+        header = _HEADER.pack(_MAGIC, VERSION, layers, experts, WORKERS)
+        region.view(offset, len(header))[:] = header
+        return Directory(region, offset, layers, experts)
+
+    @staticmethod
+    def attach(region: Region, offset: int) -> Directory:
+        """Use a directory that the store created. UnavailableError when there is none of this version."""
+        magic, version, layers, experts, _ = _HEADER.unpack(region.view(offset, _HEADER.size))
+        if magic != _MAGIC or version != VERSION:
+            raise UnavailableError(f"the arena holds no directory of version {VERSION} at byte {offset}")
+        return Directory(region, offset, layers, experts)
+
+    def entry(self, layer: int, expert: int) -> Entry:
+        """The record of `expert` in expert layer `layer` (an index into `Program.expert_layers`)."""
+        return Entry.of(_atomics.load(self._words, self._index(layer, expert)))
+
+    def publish(self, layer: int, expert: int, entry: Entry) -> None:
+        """Make `entry` visible, after everything this thread wrote before. The store alone does this."""
+        _atomics.store(self._words, self._index(layer, expert), entry.word)
+
+    def snapshot(self) -> NDArray[np.uint64]:
+        """All words, uint64 [layers, experts], each loaded atomically (not all at one instant)."""
+        words = np.empty(self.layers * self.experts, np.uint64)
+        _atomics.copy(self._words, words)
+        return words.reshape(self.layers, self.experts)
+
+    def residents(self) -> list[int]:
+        """Resident records of each expert layer."""
+        return [int(n) for n in (self.snapshot() >> np.uint64(62) == State.RESIDENT).sum(axis=1)]
+
+    def _index(self, layer: int, expert: int) -> int:
+        if not (0 <= layer < self.layers and 0 <= expert < self.experts):
+            raise IndexError(f"no record ({layer}, {expert}) in {self.layers} layers of {self.experts} experts")
+        return layer * self.experts + expert
