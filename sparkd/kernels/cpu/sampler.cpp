@@ -1,0 +1,123 @@
+#include "cpu/sampler.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/arithmetic.h"
+#include "common/philox.h"
+
+namespace spark {
+
+namespace {
+
+struct Candidate {
+    float logit;
+    int32_t id;
+};
+
+// The one order of candidates: larger logit first, of equal ones the lower id.
+bool before(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+
+// Candidates in order, sorted no further than they are asked for.
+class Ranking {
+  public:
+    Ranking(const float* logits, int32_t n) : candidates_(static_cast<size_t>(n)) {
+        for (int32_t id = 0; id < n; ++id) candidates_[static_cast<size_t>(id)] = {logits[id], id};
+    }
+
+    const Candidate& operator[](size_t rank) {
+        while (rank >= sorted_) extend();
+        return candidates_[rank];
+    }
+
+  private:
+    void extend() {
+        const auto begin = candidates_.begin() + static_cast<std::ptrdiff_t>(sorted_);
+        const size_t next = std::min(candidates_.size(), std::max<size_t>(256, 4 * sorted_));
+        const auto end = candidates_.begin() + static_cast<std::ptrdiff_t>(next);
+        if (end != candidates_.end()) std::nth_element(begin, end, candidates_.end(), before);
+        std::sort(begin, end, before);
+        sorted_ = next;
+    }
+
+    std::vector<Candidate> candidates_;
+    size_t sorted_ = 0;
+};
+
+// Probability relative to the best candidate's as an integer of 1/2^32: sums are exact in any order.
+uint64_t weight(float logit, float best, float temperature) {
+    return static_cast<uint64_t>(exp((logit - best) / temperature) * 0x1p32f);
+}
+
+int32_t best_token(const float* logits, int32_t n) {
+    int32_t best = 0;
+    for (int32_t id = 0; id < n; ++id) {
+        if (!is_finite(logits[id])) throw std::domain_error("the logit of token " + std::to_string(id) + " is not finite");
+        if (logits[id] > logits[best]) best = id;
+    }
+    return best;
+}
+
+// One draw: the candidates that are left are the first `count` of the ranking.
+class Draw {
+  public:
+    Draw(const float* logits, int32_t n, float best)
+        : logits_(logits), n_(static_cast<size_t>(n)), best_(best), ranking_(logits, n), count_(n_) {}
+
+    void top_k(int32_t k) {
+        if (k > 0) count_ = std::min(count_, static_cast<size_t>(k));
+    }
+
+    // Keeps the fewest candidates that together have at least p of the probability of those left, at temperature 1.
+    void top_p(double p) {
+        if (p >= 1.0) return;
+        const double limit = p * static_cast<double>(total(1.0f));
+        uint64_t sum = 0;
+        size_t kept = 0;
+        do sum += weight(ranking_[kept++].logit, best_, 1.0f);
+        while (static_cast<double>(sum) < limit);
+        count_ = kept;
+    }
+
+    // Inverse of the cumulative distribution at random / 2^64.
+    int32_t choose(float temperature, uint64_t random) {
+        const auto target = static_cast<uint64_t>((static_cast<unsigned __int128>(random) * total(temperature)) >> 64);
+        uint64_t sum = 0;
+        for (size_t rank = 0;; ++rank) {
+            sum += weight(ranking_[rank].logit, best_, temperature);
+            if (sum > target) return ranking_[rank].id;
+        }
+    }
+
+  private:
+    uint64_t total(float temperature) {
+        uint64_t sum = 0;
+        if (count_ == n_)
+            for (size_t id = 0; id < n_; ++id) sum += weight(logits_[id], best_, temperature);
+        else
+            for (size_t rank = 0; rank < count_; ++rank) sum += weight(ranking_[rank].logit, best_, temperature);
+        return sum;
+    }
+
+    const float* logits_;
+    size_t n_;
+    float best_;
+    Ranking ranking_;
+    size_t count_;
+};
+
+}  // namespace
+
+int32_t sample(const float* logits, int32_t vocabulary, const SamplerOptions& options, uint64_t index) {
+    const int32_t best = best_token(logits, vocabulary);
+    if (options.temperature == 0.0f) return best;
+    Draw draw(logits, vocabulary, logits[best]);
+    draw.top_k(options.top_k);
+    draw.top_p(options.top_p);
+    const Philox random = philox(options.seed, index, 0);
+    return draw.choose(options.temperature, random.word[0] | static_cast<uint64_t>(random.word[1]) << 32);
+}
+
+}  // namespace spark
