@@ -1,0 +1,184 @@
+"""Where everything lies in the arena: pure arithmetic from a program, a model file and slab sizes.
+
+    0          arena header: u64 words (`sparkd.store.arena` names them), then the slab table
+    4096       for each shard: its identity, path, and raw GGUF header bytes
+    page       directory (`sparkd.ipc.directory`)
+    page       core: every tensor that an operation other than `Experts` names, byte for byte as in the file
+    page       slab after slab, each page-aligned: slots of one size
+
+A record is one expert: gate, up, down rows, byte for byte, each piece 64-byte aligned inside it. Expert layers whose
+records have one size share a slab; whether gate and up are fused in the file makes no difference here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sparkd.errors import UnsupportedError
+from sparkd.executors.native import Piece
+from sparkd.gguf.model_file import ModelFile, Shard
+from sparkd.graph.ops import Op, Weight
+from sparkd.graph.program import ExpertLayer, Program
+from sparkd.ipc.directory import Directory
+
+VERSION = 1
+ALIGNMENT = 64
+PAGE = 4096
+#: u64 words before the slab table, and words of one slab in it.
+HEADER_WORDS = 16
+SLAB_WORDS = 3
+MAX_SLABS = (PAGE // 8 - HEADER_WORDS) // SLAB_WORDS
+#: Bytes of a shard's entry before path and header.
+SHARD_ENTRY = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`size` bytes at `source` of shard `shard` that belong at `target` (from the arena's or the record's start)."""
+
+    shard: int
+    source: int
+    target: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """`slots` places of `record_bytes` each, from `offset` on."""
+
+    offset: int
+    record_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecords:
+    """The records of one expert layer: slab number, gate, up, down, and the first of `experts` slots in a full slab."""
+
+    slab: int
+    pieces: tuple[Piece, Piece, Piece]
+    experts: int
+    first_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """All offsets in bytes from the arena's start. `core` maps tensor names to offsets, in the order of first use."""
+
+    shards_bytes: int
+    directory_offset: int
+    directory_bytes: int
+    core_offset: int
+    core_bytes: int
+    core: Mapping[str, int]
+    layers: tuple[LayerRecords, ...]
+    slabs: tuple[Slab, ...]
+    total_bytes: int
+
+    @staticmethod
+    def of(program: Program, model: ModelFile, slots: Sequence[int] | None = None) -> ArenaLayout:
+        """Lay out `model`; `slots[i]` is the size of slab i, None gives every record a slot of its own.
+
+        Raises UnsupportedError when there are more record sizes than the header can list.
+        """
+        shards_bytes = sum(shard_entry_bytes(shard) for shard in model.shards)
+        directory_offset = _up(PAGE + shards_bytes, PAGE)
+        experts = max((layer.experts for layer in program.expert_layers), default=0)
+        directory_bytes = Directory.size(len(program.expert_layers), experts)
+        core_offset = _up(directory_offset + directory_bytes, PAGE)
+        core: dict[str, int] = {}
+        offset = core_offset
+        for name in core_tensors(program):
+            core[name] = offset
+            offset = _up(offset + model.tensors[name].nbytes, ALIGNMENT)
+        core_bytes = offset - core_offset
+        layers, sizes, needed = _layers(program, model)
+        slabs = []
+        for number, size in enumerate(sizes):
+            slab = Slab(_up(offset, PAGE), size, needed[number] if slots is None else slots[number])
+            slabs.append(slab)
+            offset = slab.offset + slab.slots * size
+        return ArenaLayout(
+            shards_bytes,
+            directory_offset,
+            directory_bytes,
+            core_offset,
+            core_bytes,
+            core,
+            layers,
+            tuple(slabs),
+            _up(offset, PAGE),
+        )
+
+    def record(self, layer: int, slot: int) -> int:
+        """Offset of slot `slot` of the slab that holds expert layer `layer`."""
+        slab = self.slabs[self.layers[layer].slab]
+        if not 0 <= slot < slab.slots:
+            raise IndexError(f"slab {self.layers[layer].slab} has {slab.slots} slots, not {slot}")
+        return slab.offset + slot * slab.record_bytes
+
+    @property
+    def records_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.slots * slab.record_bytes for slab in self.slabs)
+
+
+def core_tensors(program: Program) -> list[str]:
+    """Names of the tensors that every token uses, in the order of first use."""
+    names = (weight.tensor for op in program.ops for weight in _weights(op))
+    return list(dict.fromkeys(names))
+
+
+def core_extent(layout: ArenaLayout, model: ModelFile, name: str) -> Extent:
+    """Where the bytes of a core tensor come from and go to."""
+    tensor = model.tensors[name]
+    return Extent(tensor.shard, tensor.offset, layout.core[name], tensor.nbytes)
+
+
+def record_extents(layer: ExpertLayer, records: LayerRecords, model: ModelFile, expert: int) -> Iterator[Extent]:
+    """Where gate, up and down of one expert come from; targets count from the record's start."""
+    for weight, piece in zip((layer.gate, layer.up, layer.down), records.pieces, strict=True):
+        tensor = model.tensors[weight.tensor]
+        source = tensor.slice_offset(expert) + weight.first_row * tensor.row_bytes
+        yield Extent(tensor.shard, source, piece.offset, weight.rows * tensor.row_bytes)
+
+
+def shard_entry_bytes(shard: Shard) -> int:
+    """Bytes of a shard's entry in the arena."""
+    return _up(SHARD_ENTRY + len(bytes(shard.path)) + len(shard.header), ALIGNMENT)
+
+
+def _weights(op: Op) -> Iterator[Weight]:
+    for field in dataclasses.fields(op):
+        value = getattr(op, field.name)
+        if isinstance(value, Weight):
+            yield value
+
+
+def _layers(program: Program, model: ModelFile) -> tuple[tuple[LayerRecords, ...], list[int], list[int]]:
+    """Records of every expert layer; for each slab the record size and the slots that all its records need."""
+    layers: list[LayerRecords] = []
+    sizes: list[int] = []
+    needed: list[int] = []
+    for layer in program.expert_layers:
+        pieces = []
+        size = 0
+        for weight in (layer.gate, layer.up, layer.down):
+            tensor = model.tensors[weight.tensor]
+            pieces.append(Piece(size, tensor.format))
+            size = _up(size + weight.rows * tensor.row_bytes, ALIGNMENT)
+        if size not in sizes:
+            sizes.append(size)
+            needed.append(0)
+        slab = sizes.index(size)
+        layers.append(LayerRecords(slab, (pieces[0], pieces[1], pieces[2]), layer.experts, needed[slab]))
+        needed[slab] += layer.experts
+    if len(sizes) > MAX_SLABS:
+        raise UnsupportedError(f"experts of {len(sizes)} different sizes, sparkd takes {MAX_SLABS}", where=model.where)
+    return tuple(layers), sizes, needed
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
