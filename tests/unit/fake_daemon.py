@@ -1,0 +1,124 @@
+"""A daemon that only speaks the client protocol: answers come from a script, everything heard is kept.
+
+It is as strict as the real one: chunks are sent against credit alone, ids are scoped to the connection.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from spark_client import messages as m
+
+LEASE_S = 0.4
+
+
+@dataclass
+class Job:
+    """A request: chunks that wait for credit, and how it ends after them."""
+
+    peer: bytes
+    ask: m.Generate
+    chunks: list[m.Chunk]
+    end: m.Message | None
+    credit: int
+
+
+@dataclass
+class FakeDaemon:
+    """`plan(generate)` gives the pieces of text of an answer, or a Failed message; `status` is the document."""
+
+    path: Path
+    plan: Callable[[m.Generate], list[str] | m.Failed] = lambda ask: ["Hello", ", ", "world"]
+    status: dict[str, Any] = field(default_factory=dict)
+    refuse: m.Failed | None = None
+    silent: bool = False
+    endless: bool = False
+    heard: list[m.Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+        self._stop = threading.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> FakeDaemon:
+        self._thread.start()
+        assert self._started.wait(5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def of(self, kind: type) -> list[Any]:
+        """What was heard of one type."""
+        return [msg for msg in list(self.heard) if isinstance(msg, kind)]
+
+    def wait_for(self, kind: type, count: int = 1) -> list[Any]:
+        """Wait until `count` messages of a type were heard; pytest's timeout bounds the wait."""
+        while len(self.of(kind)) < count:
+            threading.Event().wait(0.005)
+        return self.of(kind)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+            sock.linger = 0
+            sock.bind(f"ipc://{self.path}")
+            self._started.set()
+            while not self._stop.is_set():
+                if sock.poll(10):
+                    peer, data = sock.recv_multipart()
+                    msg = m.decode(data)
+                    self.heard.append(msg)
+                    if not self.silent:
+                        for answer in self._answers(peer, msg):
+                            sock.send_multipart([peer, m.encode(answer)])
+                for job in list(self._jobs.values()):
+                    while job.chunks and job.credit > 0:
+                        job.credit -= 1
+                        sock.send_multipart([job.peer, m.encode(job.chunks.pop(0))])
+                    if not job.chunks and job.end is not None:
+                        sock.send_multipart([job.peer, m.encode(job.end)])
+                        job.end = None
+
+    def _answers(self, peer: bytes, msg: m.Message) -> list[m.Message]:
+        match msg:
+            case m.Hello():
+                return [self.refuse or m.Welcome(m.VERSION, "fake", 1, "model", LEASE_S)]
+            case m.Ping():
+                return [m.Pong(msg.tag)]
+            case m.Tokenize():
+                return [m.Tokens(msg.tag, list(msg.text.encode()))]
+            case m.StatusRequest():
+                return [m.StatusReply(msg.tag, self.status)]
+            case m.Generate():
+                return self._generate(peer, msg)
+            case m.Credit():
+                self._jobs[msg.request].credit += msg.chunks
+            case m.Cancel():
+                job = self._jobs[msg.request]
+                assert job.peer == peer
+                job.chunks.clear()
+                job.end = finished(msg.request, "cancelled", 0)
+        return []
+
+    def _generate(self, peer: bytes, ask: m.Generate) -> list[m.Message]:
+        answer = self.plan(ask)
+        if isinstance(answer, m.Failed):
+            return [m.Failed(ask.tag, None, answer.code, answer.message, answer.retry)]
+        request = 1000 + len(self._jobs)
+        chunks = [m.Chunk(request, n, [n], text) for n, text in enumerate(answer)]
+        end = None if self.endless else finished(request, "stop", len(chunks))
+        self._jobs[request] = Job(peer, ask, chunks, end, ask.credit)
+        return [m.Accepted(ask.tag, request, 0), m.Progress(request, "prefill", 3, 3)]
+
+
+def finished(request: int, reason: str, output: int) -> m.Finished:
+    """The end of a request."""
+    return m.Finished(request, reason, None, 3, output, 42, m.Timings(0.5, 0.25, 2.0))
