@@ -1,0 +1,58 @@
+"""Stop strings in a stream of text, wherever its pieces are cut.
+
+The rule, independent of the cuts: the match that *starts* first in the text ends it; of several that start there, the
+shortest. The text ends before the match.
+
+    searching ──push: no match──► searching     text is given out up to the first place where a stop string
+        │                                       matches or might still match; the rest waits
+        └──push or finish: match──► stopped     nothing is given out any more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparkd.errors import RequestError
+
+#: Bounds of what a request may ask for.
+MAX_STOPS = 32
+MAX_STOP_CHARACTERS = 1024
+
+
+class StopMatcher:
+    """Watches one stream for stop strings. Raises RequestError for empty, too long or too many stop strings."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if len(stops) > MAX_STOPS:
+            raise RequestError(f"{len(stops)} stop strings are more than the limit of {MAX_STOPS}")
+        for stop in stops:
+            if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+                raise RequestError(f"a stop string has {len(stop)} characters, not 1 to {MAX_STOP_CHARACTERS}")
+        self._stops = sorted(set(stops), key=len)
+        self._held = ""
+        #: The stop string that ended the text.
+        self.stopped: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take the next piece; returns the text that is safe to give out and the stop string that matched, if any."""
+        return self._search(text, at_end=False)
+
+    def finish(self) -> tuple[str, str | None]:
+        """The stream is over: returns the rest of the text, and the stop string if one matches in it."""
+        return self._search("", at_end=True)
+
+    def _search(self, text: str, *, at_end: bool) -> tuple[str, str | None]:
+        if self.stopped is not None:
+            return "", self.stopped
+        held = self._held + text
+        for start in range(len(held) if self._stops else 0):
+            self.stopped = next((stop for stop in self._stops if held.startswith(stop, start)), None)
+            if self.stopped is not None:
+                self._held = ""
+                return held[:start], self.stopped
+            rest = len(held) - start
+            if not at_end and any(len(stop) > rest and stop.startswith(held[start:]) for stop in self._stops):
+                self._held = held[start:]
+                return held[:start], None
+        self._held = ""
+        return held, None
