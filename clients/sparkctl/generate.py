@@ -1,0 +1,95 @@
+"""`sparkctl generate`: text streams to standard output as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from spark_client import Client, Stream
+from spark_client.errors import SparkClientError
+from sparkctl.plain import printable, write_json
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Generate and stream. Leaving early, also by Ctrl-C, cancels the request."""
+    if not args.chat and (args.system is not None or args.think):
+        parser.error("--system and --think need --chat")
+    prompt = read_text(args.prompt, parser)
+    with Client(args.socket, timeout=args.timeout, name="sparkctl") as client, _start(client, args, prompt) as stream:
+        if args.json:
+            stream.read()
+            write_json(_document(stream))
+        else:
+            _write(stream)
+        if args.stats:
+            print(_stats(stream), file=sys.stderr)
+    return 0
+
+
+def read_text(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """The text given as arguments, else all of standard input; a usage error when that is a terminal."""
+    if words and list(words) != ["-"]:
+        return " ".join(words)
+    if not words and sys.stdin.isatty():
+        parser.error("give a text, or pipe one into standard input")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SparkClientError(f"standard input is not {error.encoding} text: {error.reason}") from None
+
+
+def _start(client: Client, args: argparse.Namespace, prompt: str) -> Stream:
+    sampling = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "stop": args.stop,
+        "max_tokens": args.max_tokens,
+        "ignore_eos": args.ignore_eos,
+    }
+    if not args.chat:
+        return client.generate(prompt, **sampling)
+    messages = [{"role": "user", "content": prompt}]
+    if args.system is not None:
+        messages.insert(0, {"role": "system", "content": args.system})
+    return client.chat(messages, options={"enable_thinking": True} if args.think else None, **sampling)
+
+
+def _write(stream: Stream) -> None:
+    terminal = sys.stdout.isatty()
+    last = "\n"
+    for text in stream:
+        last = text
+        sys.stdout.write(printable(text) if terminal else text)
+        sys.stdout.flush()
+    if not last.endswith("\n"):
+        sys.stdout.write("\n")
+
+
+def _document(stream: Stream) -> dict[str, object]:
+    assert stream.usage is not None and stream.timings is not None
+    return {
+        "text": stream.text,
+        "tokens": stream.tokens,
+        "finish_reason": stream.finish_reason,
+        "stop_string": stream.stop_string,
+        "seed": stream.seed,
+        "usage": {"prompt_tokens": stream.usage.prompt_tokens, "output_tokens": stream.usage.output_tokens},
+        "timings": {
+            "queued_s": stream.timings.queued_s,
+            "prefill_s": stream.timings.prefill_s,
+            "decode_s": stream.timings.decode_s,
+        },
+    }
+
+
+def _stats(stream: Stream) -> str:
+    assert stream.usage is not None and stream.timings is not None
+    tokens, seconds = stream.usage.output_tokens, stream.timings.decode_s
+    speed = f" ({tokens / seconds:.1f}/s)" if seconds > 0 else ""
+    return (
+        f"{stream.usage.prompt_tokens} prompt tokens in {stream.timings.prefill_s:.2f} s, "
+        f"{tokens} output tokens in {seconds:.2f} s{speed}, finished: {stream.finish_reason}, seed {stream.seed}"
+    )

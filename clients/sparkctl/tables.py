@@ -1,0 +1,86 @@
+"""Tables, bars and numbers: colours on a terminal, plain lines into a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparkctl.plain import printable
+
+#: Columns of a table that goes into a file or pipe.
+PIPE_WIDTH = 120
+_GIB = 1 << 30
+
+
+def console() -> Console:
+    """Standard output for tables; a pipe gets neither colours nor other control codes."""
+    terminal = sys.stdout.isatty()
+    return Console(
+        file=sys.stdout,
+        force_terminal=None if terminal else False,
+        width=None if terminal else PIPE_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def table(*columns: str, title: str = "") -> Table:
+    """An empty table; a column whose name ends in > is set to the right."""
+    made = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name.endswith(">") else "left"
+        made.add_column(name.removesuffix(">"), justify=justify, overflow="fold")
+    return made
+
+
+def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Names and values, one pair a line."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(name, value if isinstance(value, Text) else Text(printable(value)))
+    return made
+
+
+def bar(share: float, width: int = 20) -> Text:
+    """A bar that is full at share 1."""
+    full = round(min(max(share, 0.0), 1.0) * width)
+    filled, empty = ("█", "░") if _unicode() else ("#", ".")
+    return Text.assemble((filled * full, "green"), (empty * (width - full), "dim"))
+
+
+def size(count: float) -> str:
+    """Bytes in the largest binary unit that leaves a whole part."""
+    for unit, factor in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def amount(count: float) -> str:
+    """A number in thousands, millions or billions."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words as short as a table wants."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
