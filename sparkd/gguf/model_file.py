@@ -10,6 +10,7 @@ import hashlib
 import os
 import pwd
 import re
+import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -163,21 +164,21 @@ def _said(path: Path) -> Iterator[None]:
 
 
 def _forbidden(path: Path) -> ModelFileError:
-    """Name the component of the path that the user may not pass, and what to do."""
+    """Name the component of the path (or of what it links to) that the user may not pass, and what to do."""
     uid = os.geteuid()
     try:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = f"uid {uid}"
     absolute = path.absolute()
-    for folder in reversed(absolute.parents):
+    target = Path(os.path.realpath(absolute))
+    for folder in (*reversed(absolute.parents), *reversed(target.parents)):
         if not os.access(folder, os.X_OK, effective_ids=True):
-            fix = f"allow it (setfacl -m u:{user}:x {folder}) or move the model"
+            fix = f"allow it (setfacl -m u:{user}:x {shlex.quote(str(folder))}) or move the model"
             return ModelFileError(f"user {user} may not pass through the folder {folder}", where=str(path), fix=fix)
-    kind = "list the folder" if absolute.is_dir() else "read the file"
-    bits = "rx" if absolute.is_dir() else "r"
-    fix = f"allow it (setfacl -m u:{user}:{bits} {absolute})"
-    return ModelFileError(f"user {user} may not {kind} {absolute}", where=str(path), fix=fix)
+    kind, bits = ("list the folder", "rx") if target.is_dir() else ("read the file", "r")
+    fix = f"allow it (setfacl -m u:{user}:{bits} {shlex.quote(str(target))})"
+    return ModelFileError(f"user {user} may not {kind} {target}", where=str(path), fix=fix)
 
 
 def _in_folder(folder: Path) -> Path:
