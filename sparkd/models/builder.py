@@ -41,6 +41,8 @@ _NEUTRAL: tuple[tuple[str, tuple[float, ...]], ...] = (
 _CHANGES_RESULT = re.compile(r"(\.bias|\.scale|\.input_scale|sinks\.weight|^rope_.*\.weight)$")
 #: ids of experts travel as int16.
 MOST_EXPERTS = 32768
+#: Bound on the dimensions of a head, so that a damaged file cannot ask for a giant rotary table.
+MOST_DIMS = 8192
 
 
 class Keys:
@@ -98,7 +100,7 @@ class Builder:
     computes.
     """
 
-    def __init__(self, model: ModelFile, hidden: int, eps: float) -> None:
+    def __init__(self, model: ModelFile, hidden: int, eps: float, notes: list[str]) -> None:
         self.where = model.metadata.where
         self.model = model
         self.hidden = hidden
@@ -109,7 +111,7 @@ class Builder:
         self.delta_states: list[DeltaState] = []
         self.expert_layers: list[ExpertLayer] = []
         self.layer_outputs: list[Value] = []
-        self.notes: list[str] = []
+        self.notes = notes
         self._used: set[str] = set()
         self._layer = ""
 
@@ -286,10 +288,10 @@ class Builder:
             self.notes.append(f"{len(unknown)} unknown tensors are ignored: {shown}")
 
 
-def count_layers(model: ModelFile, keys: Keys, note: list[str]) -> tuple[int, int]:
+def count_layers(model: ModelFile, keys: Keys, notes: list[str]) -> tuple[int, int]:
     """(layers of the trunk, blocks of the file): trailing next-token-prediction blocks are draft layers, not trunk.
 
-    Adds to `note` what was found of them.
+    Adds to `notes` what was found of them.
     """
     blocks = keys.integer("block_count", 1, 1024)
     drafts = keys.integer("nextn_predict_layers", 0, blocks - 1, default=0)
@@ -301,7 +303,7 @@ def count_layers(model: ModelFile, keys: Keys, note: list[str]) -> tuple[int, in
     if drafts:
         present = sum(layers <= _block_of(name) < blocks for name in model.tensors)
         state = f"its {present} tensors are skipped" if present else "its tensors are absent"
-        note.append(f"next-token prediction: blk.{layers} to blk.{blocks - 1} {declared}; {state}")
+        notes.append(f"next-token prediction: blk.{layers} to blk.{blocks - 1} {declared}; {state}")
     return layers, blocks
 
 
@@ -329,6 +331,14 @@ def check_rotated(keys: Keys, key: str, n_rot: int, head_dim: int) -> None:
     """n_rot must be an even number of a head's dimensions."""
     if n_rot % 2 or n_rot > head_dim:
         raise keys.wrong(key, f"is {n_rot}, must be even and at most the head size {head_dim}")
+
+
+def check_value_length(keys: Keys, suffix: str, key_length: int) -> None:
+    """Heads of K and V have the same size."""
+    found = keys.integer(f"attention.value_length{suffix}", 1, MOST_DIMS, default=key_length)
+    if found != key_length:
+        why = f"is {found}, but attention.key_length{suffix} is {key_length}"
+        raise keys.unsupported(f"attention.value_length{suffix}", why)
 
 
 def check_heads(keys: Keys, heads: int, kv_heads: int, layer: int) -> None:

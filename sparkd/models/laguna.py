@@ -13,17 +13,19 @@ from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.ops import Attention, Gate, OutputGate, QkNorm, Rope, RopeTable, Router, Value
 from sparkd.graph.program import KvCache, Program
 from sparkd.models.builder import (
+    MOST_DIMS,
     MOST_EXPERTS,
     Builder,
     Keys,
     check_heads,
     check_rotated,
+    check_value_length,
     count_layers,
     count_vocab,
     read_attention_scale,
     read_weights_scale,
 )
-from sparkd.models.rope import Reading, read_yarn, rope_table
+from sparkd.models.rope import Reading, Yarn, read_yarn, rope_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,47 +71,43 @@ class Hyperparameters:
         if keys.integer("expert_shared_count", 0, 1024, default=1) != 1:
             raise keys.unsupported("expert_shared_count", "is not 1")
         dense = keys.integer("leading_dense_block_count", 0, layers)
+        hidden = keys.integer("embedding_length", 1, 1 << 20)
+        context = keys.integer("context_length", 1, 1 << 30)
         return Hyperparameters(
-            hidden=keys.integer("embedding_length", 1, 1 << 20),
+            hidden=hidden,
             vocab=count_vocab(model, keys),
-            context=keys.integer("context_length", 1, 1 << 30),
+            context=context,
             eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
             blocks=blocks,
-            attention=_read_attention(keys, layers, blocks, reading, notes),
+            attention=_read_attention(keys, hidden, layers, blocks, read_yarn(keys.metadata, context, reading, notes)),
             dense_layers=dense,
-            dense_width=keys.integers("feed_forward_length", blocks, 1, 1 << 24)[:dense] if dense else (),
+            dense_width=keys.integers("feed_forward_length", blocks, 0, 1 << 24) if dense else (),
             experts=experts,
             top_k=keys.integer("expert_used_count", 1, experts),
-            expert_width=keys.integers("expert_feed_forward_length", blocks, 1, 1 << 24),
+            expert_width=keys.integers("expert_feed_forward_length", blocks, 0, 1 << 24),
             shared_width=keys.integer("expert_shared_feed_forward_length", 1, 1 << 24),
             weights_scale=read_weights_scale(keys),
         )
 
 
-def _read_attention(
-    keys: Keys, layers: int, blocks: int, reading: Reading, notes: list[str]
-) -> tuple[LayerAttention, ...]:
-    hidden = keys.integer("embedding_length", 1, 1 << 20)
-    context = keys.integer("context_length", 1, 1 << 30)
+def _read_attention(keys: Keys, hidden: int, layers: int, blocks: int, yarn: Yarn | None) -> tuple[LayerAttention, ...]:
     heads = keys.integers("attention.head_count", blocks, 1, 65536)
     kv_heads = keys.integers("attention.head_count_kv", blocks, 0, 65536, default=0)
-    full_dim = keys.integer("attention.key_length", 2, 65536, default=max(2, hidden // heads[0]))
-    swa_dim = keys.integer("attention.key_length_swa", 2, 65536, default=full_dim)
-    for key, default, dim in (("value_length", full_dim, full_dim), ("value_length_swa", swa_dim, swa_dim)):
-        if keys.integer(f"attention.{key}", 1, 65536, default=default) != dim:
-            raise keys.unsupported(f"attention.{key}", "differs from the length of keys")
+    full_dim = keys.integer("attention.key_length", 2, MOST_DIMS, default=max(2, hidden // heads[0]))
+    swa_dim = keys.integer("attention.key_length_swa", 2, MOST_DIMS, default=full_dim)
+    check_value_length(keys, "", full_dim)
+    check_value_length(keys, "_swa", swa_dim)
     window = keys.integer("attention.sliding_window", 0, 1 << 30, default=0)
     sliding = _sliding_layers(keys, layers, blocks) if window else (False,) * layers
 
     base = keys.number("rope.freq_base", 1.001, 1e15, default=10000.0)
-    n_rot = keys.integer("rope.dimension_count", 2, 65536, default=full_dim)
+    n_rot = keys.integer("rope.dimension_count", 2, MOST_DIMS, default=full_dim)
     check_rotated(keys, "rope.dimension_count", n_rot, full_dim)
-    yarn = read_yarn(keys.metadata, "laguna", context, reading, notes.append)
     full_rope = rope_table(base, n_rot, yarn)
     swa_rope = full_rope
     if any(sliding):
         base_swa = keys.number("rope.freq_base_swa", 1.001, 1e15, default=base)
-        n_rot_swa = keys.integer("rope.dimension_count_swa", 2, 65536, default=swa_dim)
+        n_rot_swa = keys.integer("rope.dimension_count_swa", 2, MOST_DIMS, default=swa_dim)
         check_rotated(keys, "rope.dimension_count_swa", n_rot_swa, swa_dim)
         swa_rope = rope_table(base_swa, n_rot_swa)
 
@@ -144,8 +142,7 @@ def build(model: ModelFile, reading: Reading) -> Program:
     """The program of a Laguna file."""
     notes: list[str] = []
     hp = Hyperparameters.read(model, reading, notes)
-    b = Builder(model, hp.hidden, hp.eps)
-    b.notes = notes
+    b = Builder(model, hp.hidden, hp.eps, notes)
 
     x = b.embed(hp.vocab)
     for layer, attention in enumerate(hp.attention):

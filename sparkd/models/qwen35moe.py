@@ -25,11 +25,13 @@ from sparkd.graph.ops import (
 )
 from sparkd.graph.program import ConvState, DeltaState, KvCache, Program
 from sparkd.models.builder import (
+    MOST_DIMS,
     MOST_EXPERTS,
     Builder,
     Keys,
     check_heads,
     check_rotated,
+    check_value_length,
     count_layers,
     count_vocab,
     read_attention_scale,
@@ -79,17 +81,16 @@ class Hyperparameters:
                 if not heads[layer]:
                     raise keys.wrong("attention.head_count", f"of layer {layer} is 0")
                 check_heads(keys, heads[layer], kv_heads[layer], layer)
-        head_dim = keys.integer("attention.key_length", 2, 65536, default=max(2, hidden // max(1, *heads)))
-        if keys.integer("attention.value_length", 1, 65536, default=head_dim) != head_dim:
-            raise keys.unsupported("attention.value_length", "differs from the length of keys")
-        n_rot = keys.integer("rope.dimension_count", 2, 65536, default=head_dim)
+        head_dim = keys.integer("attention.key_length", 2, MOST_DIMS, default=max(2, hidden // max(1, *heads)))
+        check_value_length(keys, "", head_dim)
+        n_rot = keys.integer("rope.dimension_count", 2, MOST_DIMS, default=head_dim)
         check_rotated(keys, "rope.dimension_count", n_rot, head_dim)
         base = keys.number("rope.freq_base", 1.001, 1e15, default=10000.0)
-        yarn = read_yarn(keys.metadata, "qwen35moe", context, reading, notes.append)
+        yarn = read_yarn(keys.metadata, context, reading, notes)
 
         k_heads = keys.integer("ssm.group_count", 1, 65536)
         v_heads = keys.integer("ssm.time_step_rank", 1, 65536)
-        delta_dim = keys.integer("ssm.state_size", 1, 65536)
+        delta_dim = keys.integer("ssm.state_size", 1, MOST_DIMS)
         if v_heads % k_heads:
             raise keys.wrong("ssm.time_step_rank", f"is {v_heads}, no multiple of ssm.group_count {k_heads}")
         inner = keys.integer("ssm.inner_size", 1, 1 << 32)
@@ -119,7 +120,7 @@ class Hyperparameters:
             conv_taps=keys.integer("ssm.conv_kernel", 2, 64),
             experts=experts,
             top_k=keys.integer("expert_used_count", 1, experts),
-            expert_width=keys.integers("expert_feed_forward_length", blocks, 1, 1 << 24),
+            expert_width=keys.integers("expert_feed_forward_length", blocks, 0, 1 << 24),
             shared_width=keys.integer("expert_shared_feed_forward_length", 1, 1 << 24),
             weights_scale=read_weights_scale(keys),
         )
@@ -138,8 +139,7 @@ def build(model: ModelFile, reading: Reading) -> Program:
     """The program of a Qwen3.5/3.6 MoE file."""
     notes: list[str] = []
     hp = Hyperparameters.read(model, reading, notes)
-    b = Builder(model, hp.hidden, hp.eps)
-    b.notes = notes
+    b = Builder(model, hp.hidden, hp.eps, notes)
 
     x = b.embed(hp.vocab)
     for layer, recurrent in enumerate(hp.recurrent):

@@ -6,7 +6,6 @@ end, so that every machine gets the same bits whatever its C library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal, localcontext
 from enum import Enum
@@ -88,15 +87,13 @@ def derived_magnitude(factor: float, multiplier: float = 1.0) -> float:
         return float((1 + Decimal("0.1") * Decimal(factor).ln()) * Decimal(multiplier))
 
 
-def read_yarn(
-    metadata: Metadata, arch: str, context: int, reading: Reading, note: Callable[[str], None]
-) -> Yarn | None:
+def read_yarn(metadata: Metadata, context: int, reading: Reading, notes: list[str]) -> Yarn | None:
     """The rope scaling of a file, or None when it scales nothing.
 
-    Raises UnsupportedError for scaling that is neither none nor YaRN, ModelFileError for impossible numbers. Calls
-    `note` where the file's keys and the values in use disagree.
+    Raises UnsupportedError for scaling that is neither none nor YaRN, ModelFileError for impossible numbers. Adds to
+    `notes` where the file's keys and the values in use disagree.
     """
-    prefix, where = f"{arch}.rope.scaling.", metadata.where
+    prefix, where = f"{metadata.text('general.architecture')}.rope.scaling.", metadata.where
 
     def number(key: str, default: float, low: float, high: float) -> float:
         value = metadata.number(prefix + key, default)
@@ -126,21 +123,18 @@ def read_yarn(
         number("yarn_beta_fast", _CONVENTION[0], 1e-3, 1e6),
         number("yarn_beta_slow", _CONVENTION[1], 1e-3, 1e6),
     )
-    multiplier = number("attn_factor", 1.0, 1e-3, 1e3)
     used = _CONVENTION if reading is Reading.LLAMA else betas
-    magnitude = derived_magnitude(factor, multiplier)
-    stated = number("yarn_attn_factor", magnitude, 1e-3, 1e3)
-    if reading is Reading.FINAL:
-        magnitude = stated
+    derived = derived_magnitude(factor, number("attn_factor", 1.0, 1e-3, 1e3))
+    stated = number("yarn_attn_factor", derived, 1e-6, 1e6)
+    magnitude = stated if reading is Reading.FINAL else derived
     if betas != _CONVENTION:
-        note(
+        notes.append(
             f"YaRN: the file says beta_fast {betas[0]:g}, beta_slow {betas[1]:g}, some programs assume 32 and 1; "
             f"{used[0]:g} and {used[1]:g} are used (numerics.yarn = {reading.value})"
         )
-    derived = derived_magnitude(factor, multiplier)
     # The key is float32; a rounding of the derived value is no disagreement.
     if abs(stated - derived) > 1e-6 * derived:
-        note(
+        notes.append(
             f"YaRN: {prefix}yarn_attn_factor is {stated:g}, factor {factor:g} gives {derived:g}; "
             f"{magnitude:g} is used (numerics.yarn = {reading.value})"
         )
