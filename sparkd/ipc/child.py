@@ -5,6 +5,8 @@
         for message in child.wait(0.5, other_socket): ...
     child.close()
 
+`run_child` does this around an object with `run` and `close`; a `SparkError` out of it becomes ChildFailed.
+
 A child ends in three ways: the supervisor says Stop, somebody sends SIGTERM (both clear `running`), or the supervisor
 dies (the kernel kills the child at once, so that nobody holds memory for a daemon that is gone). SIGINT is left to the
 supervisor: a terminal sends it to every process of the group.
@@ -15,15 +17,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -150,6 +153,36 @@ class Child:
             if self._end.wait(HEARTBEAT_S):
                 break
         channel.close()
+
+
+class Serving(Protocol):
+    """What a child does between hello and exit."""
+
+    def run(self) -> None:
+        """Work until `child.running` is false."""
+        ...
+
+    def close(self) -> None:
+        """Give up what it holds."""
+        ...
+
+
+def run_child(role: str, given: ChildArguments, build: Callable[[Child], Serving]) -> int:
+    """Be the child `role` from hello to exit. Returns the exit status: 1 after a failure that the supervisor was told."""
+    logging.basicConfig(format=f"{role}: %(levelname)s: %(message)s")
+    child = Child(role, given.run_dir, given.parent)
+    try:
+        serving = build(child)
+        try:
+            serving.run()
+        finally:
+            serving.close()
+    except SparkError as error:
+        child.fail(error)
+        return 1
+    finally:
+        child.close()
+    return 0
 
 
 def _die_with(parent: int) -> None:

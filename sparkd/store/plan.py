@@ -1,0 +1,122 @@
+"""What a daemon will need, worked out before anything is reserved or read.
+
+    python -m sparkd.store.plan --settings JSON [--held BYTES]
+
+prints one line of JSON: the `Plan`, or {"code", "error"} with exit status 1. The supervisor runs it as a short child,
+so that it carries neither a parsed model nor the modules for it through its life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkd.config import Settings
+from sparkd.errors import ConfigError, SparkError
+from sparkd.gguf.model_file import ModelFile
+from sparkd.graph.program import Program
+from sparkd.graph.state import StateLayout
+from sparkd.models import build_program
+from sparkd.residency.budget import Limit, Needs, check_fit
+from sparkd.store.layout import PAGE, ArenaLayout
+from sparkd.store.limits import host_limits
+
+#: Code, buffers and Python objects of all processes together, in bytes.
+PROCESSES = 512 << 20
+#: Rows of the largest step, which decides how many pages a sliding window spans.
+_STEP_ROWS = 512
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The arena to make, what else is needed, and the limit that leaves least; sizes in bytes."""
+
+    model: str
+    path: str
+    fingerprint: str
+    arena_bytes: int
+    core_bytes: int
+    records_bytes: int
+    records: int
+    state_bytes: int
+    need_bytes: int
+    limit: str
+    limit_bytes: int
+
+
+def open_model(settings: Settings) -> tuple[ModelFile, Program]:
+    """The model that the settings name. ConfigError when they name none, ModelFileError, UnsupportedError."""
+    if not settings.model.path:
+        raise ConfigError("no model given", where="model.path", fix="name a .gguf file or a folder that holds one")
+    model = ModelFile.open(Path(settings.model.path).expanduser().absolute())
+    return model, build_program(model, settings.numerics.yarn)
+
+
+def model_name(model: ModelFile) -> str:
+    """The name a model is served under: its file's, without the number of the part."""
+    return _PART.sub("", model.shards[0].path.stem)
+
+
+def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None = None) -> Plan:
+    """The plan for `settings`; BudgetError when it does not fit. `held`: see `host_limits`, which gives `limits`."""
+    model, program = open_model(settings)
+    layout = ArenaLayout.of(program, model)
+    needs = Needs(
+        core=layout.core_bytes,
+        records=layout.records_bytes,
+        headers=PAGE + layout.shards_bytes,
+        directory=layout.directory_bytes,
+        state=state_bytes(program, settings),
+        slack=PROCESSES,
+    )
+    if limits is None:
+        limits = host_limits(settings.memory.host_gib, held)
+    limit = check_fit(needs, limits, where=model.where)
+    return Plan(
+        model=model_name(model),
+        path=model.where,
+        fingerprint=model.fingerprint,
+        arena_bytes=layout.total_bytes,
+        core_bytes=layout.core_bytes,
+        records_bytes=layout.records_bytes,
+        records=sum(layer.experts for layer in program.expert_layers),
+        state_bytes=needs.state,
+        need_bytes=needs.total,
+        limit=limit.name,
+        limit_bytes=limit.size,
+    )
+
+
+def state_bytes(program: Program, settings: Settings) -> int:
+    """KV pages and recurrent state of `limits.sequences` sequences of `limits.context` positions."""
+    layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
+    context = min(settings.limits.context, program.context)
+    pages = sum(group.page_bytes * group.pages_for(context, _STEP_ROWS) for group in layout.groups)
+    return settings.limits.sequences * (pages + layout.record_bytes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan, or why there is none."""
+    parser = argparse.ArgumentParser(prog="sparkd-plan", description=main.__doc__)
+    parser.add_argument("--settings", required=True, help="all settings, as JSON")
+    parser.add_argument("--held", type=int, default=0, help="bytes of an arena that is kept")
+    given = parser.parse_args(argv)
+    try:
+        plan = make_plan(Settings.from_json(given.settings), given.held)
+        line, status = dataclasses.asdict(plan), 0
+    except SparkError as error:
+        line, status = {"code": error.code, "error": str(error)}, 1
+    sys.stdout.write(json.dumps(line) + os.linesep)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

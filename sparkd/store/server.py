@@ -1,0 +1,119 @@
+"""The store at work: a thread fills the arena while the main thread answers supervisor and workers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from sparkd.config import Settings
+from sparkd.errors import ModelFileError
+from sparkd.gguf.model_file import ModelFile
+from sparkd.graph.program import Program
+from sparkd.ipc.child import Child, ChildArguments
+from sparkd.ipc.memory import Region
+from sparkd.ipc.messages import ChildProgress, MessageError, Ready, StatusAnswer, StatusQuery
+from sparkd.ipc.sockets import PeerGone, PeerSlow, Router
+from sparkd.models import build_program
+from sparkd.store.arena import Arena
+from sparkd.store.layout import ArenaLayout
+from sparkd.store.loader import LoadCancelled, Loader
+from sparkd.store.plan import model_name, open_model
+from sparkd.store.service import StoreService
+
+#: Seconds between progress messages while loading, and the longest wait after that.
+_PROGRESS_S = 0.1
+_IDLE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class StoreServer:
+    """The parts of one store and the loop that drives them."""
+
+    def __init__(self, child: Child, given: ChildArguments) -> None:
+        """Lay out or adopt the arena and bind the socket. SparkError when the model is not what was planned."""
+        self._child = child
+        self._region = Region.map(given.arena_fd)
+        arena = open_arena(self._region, Settings.from_json(given.settings))
+        self._loader = Loader(arena)
+        self._service = StoreService(arena, self._loader, model_name(arena.model))
+        self._router = Router(child.context, given.run_dir.store)
+        self._failure: BaseException | None = None
+        self._loading = threading.Thread(target=self._load, name="load")
+
+    def run(self) -> None:
+        """Serve until told to stop, or until loading fails (SparkError)."""
+        self._loading.start()
+        ready = False
+        while self._child.running:
+            for query in self._child.wait(_IDLE_S if ready else _PROGRESS_S, self._router.socket):
+                if isinstance(query, StatusQuery):
+                    self._child.send(StatusAnswer(query.job, self._child.role, self._service.status()))
+            self._answer_workers()
+            if not ready:
+                ready = self._report_loading()
+
+    def close(self) -> None:
+        """Stop loading, close the socket."""
+        self._loader.cancel()
+        if self._loading.ident is not None:
+            self._loading.join()
+        self._router.close()
+
+    def _load(self) -> None:
+        try:
+            self._loader.load()
+        except LoadCancelled:
+            pass
+        except BaseException as error:
+            self._failure = error
+
+    def _report_loading(self) -> bool:
+        """Tell the supervisor how far loading is; true once everything is in place."""
+        loading = self._loading.is_alive()
+        if self._failure is not None:
+            raise self._failure
+        child, loader = self._child, self._loader
+        child.advanced(busy=loading)
+        child.send(ChildProgress(child.role, "load", loader.done, loader.total, "bytes"))
+        if not loading:
+            child.send(Ready(child.role, self._service.status()))
+        return not loading
+
+    def _answer_workers(self) -> None:
+        while True:
+            try:
+                received = self._router.receive()
+                if received is None:
+                    return
+                self._answer(*received)
+            except MessageError as error:
+                _log.warning("dropped a message of a worker: %s", error)
+
+    def _answer(self, peer: bytes, msg: object) -> None:
+        reply = self._service.answer(peer, msg)
+        if reply is None:
+            return
+        try:
+            self._router.send(peer, reply)
+        except (PeerGone, PeerSlow) as error:
+            _log.warning("%s", error)
+            self._service.drop(peer)
+
+
+def open_arena(region: Region, settings: Settings) -> Arena:
+    """Adopt the arena in the region, or lay one out. SparkError when the model is not what the region was made for."""
+
+    def build(model: ModelFile) -> Program:
+        return build_program(model, settings.numerics.yarn)
+
+    if Arena.present(region):
+        return Arena.attach(region, build)
+    model, program = open_model(settings)
+    layout = ArenaLayout.of(program, model)
+    if layout.total_bytes != region.size:
+        raise ModelFileError(
+            f"changed since the start: needs an arena of {layout.total_bytes} bytes now, {region.size} were planned",
+            where=model.where,
+            fix="restart the daemon",
+        )
+    return Arena.create(region, model, program, layout)
