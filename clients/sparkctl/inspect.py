@@ -28,9 +28,7 @@ def _show(report: Report, *, layers: bool) -> None:
     out = console()
     out.print(facts(_facts(report)))
 
-    formats = table(
-        "type", "tensors", "weights", "bytes", "share", title="Types", right=("tensors", "weights", "bytes")
-    )
+    formats = table("type", "tensors>", "weights>", "bytes>", "share", title="Types")
     for row in report.formats:
         name = row.name if row.computable else f"{row.name} (not supported yet)"
         share = bar(row.bytes / max(report.tensor_bytes, 1))
@@ -44,9 +42,7 @@ def _show(report: Report, *, layers: bool) -> None:
     out.print(shapes)
 
     if report.records:
-        records = table(
-            "record", "blocks", "experts", "bytes", title="Experts", right=("record", "blocks", "experts", "bytes")
-        )
+        records = table("record>", "blocks>", "experts>", "bytes>", title="Experts")
         for record in report.records:
             total = record.records * record.bytes
             records.add_row(f"{record.bytes:,} B", str(record.layers), str(record.records), size(total))

@@ -1,0 +1,1 @@
+"""The built-in model and the tour that `sparkd demo` gives with it."""

@@ -1,0 +1,192 @@
+"""sparkctl against a daemon that only speaks the protocol, and on model files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_client import messages as m
+from sparkctl.main import main
+from sparkctl.plain import printable
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO_MODEL = ROOT / "sparkd" / "demo" / "spark-demo-laguna.gguf"
+Start = Callable[..., Any]
+
+
+def control_codes(text: str) -> set[str]:
+    return {c for c in text if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160}
+
+
+def test_generate_streams_the_text_to_standard_output(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = fake_daemon()
+    sampling = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--seed", "7"]
+    ends = ["--max-tokens", "9", "--stop", "a", "--stop", "b", "--ignore-eos"]
+    assert main(["generate", "--socket", str(daemon.path), *sampling, *ends, "Once", "upon"]) == 0
+    assert capsys.readouterr().out == "Hello, world\n"
+    (ask,) = daemon.of(m.Generate)
+    assert (ask.prompt, ask.stop, ask.max_tokens, ask.ignore_eos) == ("Once upon", ["a", "b"], 9, True)
+    assert ask.sampling == m.Sampling(0.5, 3, 0.9, 7)
+
+
+def test_generate_as_json_tells_text_tokens_and_figures(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = fake_daemon()
+    assert main(["generate", "--socket", str(daemon.path), "--json", "Once"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "text": "Hello, world",
+        "tokens": [0, 1, 2],
+        "finish_reason": "stop",
+        "stop_string": None,
+        "seed": 42,
+        "usage": {"prompt_tokens": 3, "output_tokens": 3},
+        "timings": {"queued_s": 0.5, "prefill_s": 0.25, "decode_s": 2.0},
+    }
+
+
+def test_chat_sends_system_and_user_messages(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = fake_daemon()
+    assert main(["generate", "--socket", str(daemon.path), "--chat", "--system", "Be brief.", "--think", "Hi"]) == 0
+    (ask,) = daemon.of(m.Generate)
+    assert ask.chat == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert ask.options == {"enable_thinking": True}
+
+
+def test_the_prompt_may_come_from_standard_input(
+    fake_daemon: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = fake_daemon()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a\nfile"))
+    assert main(["generate", "--socket", str(daemon.path)]) == 0
+    assert daemon.of(m.Generate)[0].prompt == "from a\nfile"
+
+
+def test_stats_go_to_standard_error(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--socket", str(fake_daemon().path), "--stats", "x"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello, world\n"
+    assert captured.err == "3 prompt tokens in 0.25 s, 3 output tokens in 2.00 s (1.5/s), finished: stop, seed 42\n"
+
+
+def test_a_refused_request_is_one_line_and_exit_code_1(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = fake_daemon(plan=lambda ask: m.Failed(None, None, "request", "the prompt has 9 tokens, the limit is 8"))
+    assert main(["generate", "--socket", str(daemon.path), "x"]) == 1
+    assert capsys.readouterr().err == "sparkctl: the prompt has 9 tokens, the limit is 8\n"
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["tokenize", "x"]])
+def test_without_a_daemon_one_line_names_the_path_and_the_command_to_start(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--socket", str(tmp_path / "none.sock")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"sparkctl: no daemon at {tmp_path / 'none.sock'}: ") and "sparkd serve" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["generate", "--top-k", "x"], ["generate", "--think", "x"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: sparkctl")
+
+
+@pytest.mark.parametrize("command", ["status", "generate", "tokenize", "inspect"])
+def test_every_command_shows_an_example_in_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"example:\n  sparkctl {command}" in capsys.readouterr().out
+
+
+def test_tokenize_prints_ids(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(fake_daemon().path)
+    assert main(["tokenize", "--socket", path, "ab"]) == 0
+    assert main(["tokenize", "--socket", path, "--json", "ab"]) == 0
+    plain, rest = capsys.readouterr().out.split("\n", 1)
+    assert plain == "97 98" and json.loads(rest) == {"tokens": [97, 98]}
+
+
+def test_interrupting_generate_cancels_the_request_and_exits_130(fake_daemon: Start) -> None:
+    daemon = fake_daemon(endless=True)
+    command = [sys.executable, "-m", "sparkctl", "generate", "--socket", str(daemon.path), "x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(12) == b"Hello, world"
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+        assert process.stderr.read() == b""
+    assert daemon.wait_for(m.Cancel) == [m.Cancel(1000)]
+
+
+def test_a_reader_that_leaves_early_causes_no_complaint(fake_daemon: Start) -> None:
+    daemon = fake_daemon(plan=lambda ask: ["line\n"] * 50_000)
+    command = [sys.executable, "-m", "sparkctl", "generate", "--socket", str(daemon.path), "x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+    assert len(daemon.wait_for(m.Cancel)) == 1
+
+
+def test_inspect_shows_what_the_file_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(DEMO_MODEL), "--layers"]) == 0
+    shown = capsys.readouterr().out
+    for expected in ("laguna", "64, 4 used for a token", "blk.N.ffn_gate_exps.weight", "256 × 64 × 64", "29,696 B"):
+        assert expected in shown
+    assert not control_codes(shown)
+
+
+def test_inspect_as_json_is_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(DEMO_MODEL), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["architecture"], report["experts"], len(report["layers"])) == ("laguna", 64, 9)
+
+
+def test_inspect_names_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"not a model")
+    assert main(["inspect", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"sparkctl: {path}: ") and error.count("\n") == 1
+
+
+def test_text_from_elsewhere_cannot_steer_a_terminal() -> None:
+    hostile = "a\x1b[2J\rb\x9b\u202ec\td\né"
+    assert printable(hostile) == "a\\x1b[2J\\rb\\x9b\\u202ec\td\né"
+
+
+def test_generated_control_characters_do_not_reach_a_terminal(fake_daemon: Start) -> None:
+    daemon = fake_daemon(plan=lambda ask: ["red: \x1b[31m"])
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "sparkctl", "generate", "--socket", str(daemon.path), "x"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while piece := os.read(ours, 4096):
+                shown += piece
+        except OSError:  # A pty whose other end is closed reports EIO, not an empty read.
+            pass
+        assert process.wait() == 0
+    os.close(ours)
+    assert shown == b"red: \\x1b[31m\r\n"
+
+
+def test_help_loads_neither_tables_nor_arithmetic() -> None:
+    program = "import sys, sparkctl.main; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "sparkctl.main" in loaded
+    assert not {"numpy", "torch", "rich", "tokenizers", "pydantic"} & set(loaded)
