@@ -1,0 +1,255 @@
+"""The worker's core: admits sequences, runs steps, turns logits into tokens and tokens into messages.
+
+Everything here happens between two steps in one thread. `step` is the whole loop: admit what fits, plan, run, sample,
+report. What it returns goes to the supervisor in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparkd.errors import RequestError
+from sparkd.executors.base import Batch, Executor, RowKind, Segment, StepResult
+from sparkd.ipc.messages import Admitted, Done, Message, Prefilled, Produced, Refused, Sampling
+from sparkd.worker.scheduler import Piece, Scheduler, Step
+from sparkd.worker.sequences import Sequence
+from sparkd.worker.state import StatePool
+
+#: (logits of one row, how to choose, seed, number of the output token) -> token id.
+Sampler = Callable[[NDArray[np.float32], Sampling, int, int], int]
+#: Steps that the reported speed is an average of.
+_RECENT = 64
+
+
+@dataclass(slots=True)
+class Speed:
+    """Tokens and seconds of recent steps of one kind."""
+
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Count a step."""
+        self.recent.append((tokens, seconds))
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second over recent steps; 0 without any."""
+        seconds = sum(s for _, s in self.recent)
+        return sum(t for t, _ in self.recent) / seconds if seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts the rows of a step went to: ids int16 [expert layers, rows, top_k], and which rows are decode."""
+
+    step: int
+    decode: NDArray[np.uint8]
+    ids: NDArray[np.int16]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the worker began."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
+class Engine:
+    """Runs up to `limit` sequences at a time on one executor; others wait in the order they came."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        pool: StatePool,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        end_tokens: Collection[int],
+        limit: int,
+        routed: Callable[[Routing], None] = lambda routing: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._pool = pool
+        self._scheduler = scheduler
+        self._sampler = sampler
+        self._end_tokens = frozenset(end_tokens)
+        self._limit = limit
+        self._routed = routed
+        self._clock = clock
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self.counts = Counts()
+        self.prefill = Speed()
+        self.decode = Speed()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold state."""
+        return len(self._running)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Take a sequence on; it is admitted in a later step."""
+        self._waiting.append(sequence)
+
+    def abort(self, request: int) -> list[Message]:
+        """End a request between two steps; nothing when it is not here."""
+        for sequence in (*self._waiting, *self._running):
+            if sequence.request == request:
+                return [self._end(sequence, "cancelled", None, "")]
+        return []
+
+    def step(self) -> list[Message]:
+        """Admit, run one step, and report. Does nothing when there is nothing to do."""
+        events = self._admit()
+        step = self._scheduler.plan(self._running)
+        if step is None:
+            return events
+        batch = self._batch(step)
+        began = self._clock()
+        result = self._executor.step(batch)
+        now = self._clock()
+        self._account(step, now - began)
+        self._report_routing(step, result)
+        logits = iter(result.logits)
+        for piece in step.pieces:
+            events += self._advance(piece, logits, now)
+        return events
+
+    def _admit(self) -> list[Message]:
+        events: list[Message] = []
+        while self._waiting and len(self._running) < self._limit:
+            sequence = self._waiting[0]
+            sequence.holding = self._pool.admit(sequence.positions)
+            if sequence.holding is None:
+                if not self._running:
+                    events.append(self._fail(sequence, _too_large(sequence)))
+                    continue
+                break
+            self._waiting.popleft()
+            self._running.append(sequence)
+            sequence.clock.started = self._clock()
+            events.append(Admitted(sequence.request, sequence.tokens[: sequence.prompt], sequence.seed))
+            if sequence.stops.stopped is not None or sequence.outputs >= sequence.max_tokens:
+                events.append(self._finish(sequence, "length"))
+        return events
+
+    def _batch(self, step: Step) -> Batch:
+        tokens: list[int] = []
+        segments = []
+        wanted = []
+        for piece in step.pieces:
+            sequence = piece.sequence
+            assert sequence.holding is not None
+            start, end = sequence.computed, sequence.computed + piece.rows
+            self._pool.extend(sequence.holding, end)
+            kind = RowKind.DECODE if sequence.decoding else RowKind.PREFILL
+            segments.append(Segment(start, piece.rows, sequence.holding.tables, sequence.holding.record, kind))
+            tokens += sequence.tokens[start:end]
+            if end == len(sequence.tokens):
+                wanted.append(len(tokens) - 1)
+        return Batch(np.array(tokens, np.int32), tuple(segments), np.array(wanted, np.int32))
+
+    def _account(self, step: Step, seconds: float) -> None:
+        self._scheduler.measured(step, seconds)
+        self.counts.steps += 1
+        if step.chunk is None:
+            self.decode.add(len(step.decode), seconds)
+        else:
+            self.prefill.add(step.chunk.rows, seconds)
+            self.counts.prompt_tokens += step.chunk.rows
+
+    def _report_routing(self, step: Step, result: StepResult) -> None:
+        rows = result.experts.shape[1]
+        decode = np.zeros(rows, np.uint8)
+        decode[: len(step.decode)] = 1
+        self._routed(Routing(self.counts.steps, decode, result.experts))
+
+    def _advance(self, piece: Piece, logits: Iterator[NDArray[np.float32]], now: float) -> list[Message]:
+        sequence = piece.sequence
+        assert sequence.holding is not None
+        sequence.computed += piece.rows
+        self._pool.trim(sequence.holding, sequence.computed)
+        events: list[Message] = []
+        if sequence.computed <= sequence.known:
+            events.append(Prefilled(sequence.request, sequence.computed, sequence.known))
+        if sequence.unread:
+            return events
+        row = next(logits)
+        sequence.clock.first_token = sequence.clock.first_token or now
+        try:
+            token = self._sample(sequence, row)
+        except RequestError as error:
+            return [*events, self._fail(sequence, error)]
+        return events + self._take(sequence, token)
+
+    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> int:
+        if not np.isfinite(logits).all():
+            raise RequestError(
+                f"the model's logits after {sequence.computed} positions are not finite",
+                fix="the model file may be bad",
+            )
+        return self._sampler(logits, sequence.sampling, sequence.seed, sequence.outputs)
+
+    def _take(self, sequence: Sequence, token: int) -> list[Message]:
+        """The consequences of a new output token."""
+        if token in self._end_tokens and not sequence.ignore_eos:
+            return [self._finish(sequence, "stop")]
+        index = sequence.outputs
+        sequence.tokens.append(token)
+        self.counts.output_tokens += 1
+        text, stopped = sequence.stops.push(sequence.detokenizer.push(token))
+        events: list[Message] = [Produced(sequence.request, index, token, text)]
+        if stopped is not None:
+            events.append(self._end(sequence, "stop", stopped, ""))
+        elif sequence.outputs == sequence.max_tokens:
+            events.append(self._finish(sequence, "length"))
+        return events
+
+    def _finish(self, sequence: Sequence, reason: str) -> Message:
+        """End a sequence after its last token: what was held back comes out, unless a stop string is in it."""
+        text, stopped = sequence.stops.push(sequence.detokenizer.finish())
+        if stopped is None:
+            rest, stopped = sequence.stops.finish()
+            text += rest
+        return self._end(sequence, reason if stopped is None else "stop", stopped, text)
+
+    def _end(self, sequence: Sequence, reason: str, stop: str | None, text: str) -> Message:
+        self._drop(sequence)
+        self.counts.finished += 1
+        timings = sequence.clock.timings(self._clock())
+        return Done(
+            sequence.request, reason, stop, text, sequence.prompt, sequence.outputs, sequence.seed, timings
+        )  # fmt: skip
+
+    def _fail(self, sequence: Sequence, error: RequestError) -> Message:
+        self._drop(sequence)
+        self.counts.failed += 1
+        return Refused(sequence.request, error.code, str(error))
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        if sequence.holding is not None:
+            self._pool.release(sequence.holding)
+            sequence.holding = None
+
+
+def _too_large(sequence: Sequence) -> RequestError:
+    return RequestError(f"the state of {sequence.positions} positions does not fit even when nothing else runs")
