@@ -24,13 +24,13 @@ from sparkd.gguf.metadata import ENCODINGS, Array, Metadata, Value, ValueType
 
 __all__ = ["Array", "Header", "Metadata", "Tensor", "Value", "ValueType", "parse_header", "read_header", "unsupported"]
 
-#: Limits far beyond any real file (the largest headers are some 20 MiB).
-MAX_HEADER_BYTES = 128 << 20
+#: Limits far beyond any real file (the largest headers are some 20 MiB, the largest vocabularies 300,000 tokens).
+MAX_HEADER_BYTES = 64 << 20
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 1 << 16
 MAX_STRING_BYTES = 16 << 20
-MAX_ARRAY_LENGTH = 1 << 24
+MAX_ARRAY_LENGTH = 1 << 22
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 21
 

@@ -98,10 +98,10 @@ def test_a_huge_header_in_a_huge_file_is_refused_at_the_limit(tmp_path):
     with path.open("wb") as file:
         file.write(preamble(0, 16))
         for index in range(16):
-            file.write(struct.pack("<Q", 1) + bytes([65 + index]) + struct.pack("<IIQ", ARRAY, U64, 1 << 24))
-            file.seek(8 << 24, os.SEEK_CUR)
+            file.write(struct.pack("<Q", 1) + bytes([65 + index]) + struct.pack("<IIQ", ARRAY, U64, 1 << 22))
+            file.seek(8 << 22, os.SEEK_CUR)
         file.truncate(3 << 30)
-    with pytest.raises(ModelFileError, match=r"'A'.*limit of 128 MiB"):
+    with pytest.raises(ModelFileError, match=r"'B'.*limit of 64 MiB"):
         ModelFile.open(path)
 
 
