@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_kept_values_are_not_overwritten_by_any_later_operation(case: tuple[Prog
 
 def test_a_chain_of_any_length_needs_room_for_two_values() -> None:
     values = [Value(f"v{i}", 32) for i in range(20)]
-    norms = [RmsNorm(a, Weight("n", 1, 32), b, 1e-6) for a, b in zip(values, values[1:], strict=False)]
+    norms = [RmsNorm(a, Weight("n", 1, 32), b, 1e-6) for a, b in itertools.pairwise(values)]
     program = program_of(Embed(Weight("e", 10, 32), values[0]), *norms, Logits(values[-1], Weight("o", 10, 32)))
     assert plan(program).width == 64
     assert plan(program, values).width == 20 * 32

@@ -1,14 +1,13 @@
+// The extension module: compiled once per instruction set, see CMakeLists.txt.
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;
 
-#ifdef SPARKD_BIND_ARITHMETIC
 void bind_arithmetic(nb::module_& module);
-#endif
+void bind_plan(nb::module_& module);
 
 NB_MODULE(SPARKD_MODULE, module) {
-#ifdef SPARKD_BIND_ARITHMETIC
+    module.attr("__doc__") = "Native kernels, compiled for one instruction set.";
     bind_arithmetic(module);
-#endif
-    module.attr("__doc__") = "The native executor, compiled for one instruction set.";
+    bind_plan(module);
 }

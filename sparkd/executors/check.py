@@ -1,0 +1,81 @@
+"""What must hold before a step and after it, for every executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparkd.errors import RequestError
+from sparkd.executors.base import Batch, Segment
+from sparkd.graph.program import Program
+from sparkd.graph.state import PAGE, StateLayout
+
+
+def check_batch(
+    batch: Batch, program: Program, layout: StateLayout, pages: Sequence[int], slots: int, max_rows: int
+) -> None:
+    """Raise unless `batch` can run: nothing has been touched then.
+
+    `pages` counts the physical pages of each group, `slots` the state records. RequestError: a token id outside the
+    vocabulary. ValueError: what only a mistaken caller can hand over (rows that no segment covers, a page table that
+    misses a visible position, a sequence that is in the batch twice, ...).
+    """
+    rows = len(batch.tokens)
+    if not 1 <= rows <= max_rows:
+        raise ValueError(f"a step takes 1 to {max_rows} rows, not {rows}")
+    if sum(s.length for s in batch.segments) != rows or any(s.length < 1 for s in batch.segments):
+        raise ValueError(f"segments of {[s.length for s in batch.segments]} rows do not cover {rows} rows")
+    if len(batch.logits_rows) and not (batch.logits_rows.min() >= 0 and batch.logits_rows.max() < rows):
+        raise ValueError(f"logits of rows {batch.logits_rows.tolist()} wanted, of {rows} rows")
+    for segment in batch.segments:
+        _check_segment(segment, program, layout, pages, slots)
+    _check_ownership(batch.segments, layout)
+    outside = batch.tokens[(batch.tokens < 0) | (batch.tokens >= program.vocab)]
+    if len(outside):
+        raise RequestError(f"token id {outside[0]} is outside the vocabulary of {program.vocab}")
+
+
+def _check_segment(segment: Segment, program: Program, layout: StateLayout, pages: Sequence[int], slots: int) -> None:
+    end = segment.start + segment.length
+    if not 0 <= segment.start < end <= program.context:
+        raise ValueError(f"positions {segment.start} to {end - 1} lie outside the context of {program.context}")
+    if layout.record_bytes and not 0 <= segment.state < slots:
+        raise ValueError(f"state slot {segment.state} does not exist, there are {slots}")
+    if len(segment.pages) != len(layout.groups):
+        raise ValueError(f"{len(segment.pages)} page tables for {len(layout.groups)} page groups")
+    for group, table, count in zip(layout.groups, segment.pages, pages, strict=True):
+        first, last = group.first_page(segment.start), (end - 1) // PAGE
+        visible = table[first : last + 1]
+        if len(visible) != last + 1 - first or visible.min() < 0 or visible.max() >= count:
+            raise ValueError(
+                f"positions {segment.start} to {end - 1} (window {group.window}) need logical pages {first} to {last}"
+                f" among {count} physical ones, the table maps them to {visible.tolist()}"
+            )
+
+
+def _check_ownership(segments: Sequence[Segment], layout: StateLayout) -> None:
+    """No two segments may write the same page or the same record."""
+    if layout.record_bytes:
+        states = [s.state for s in segments]
+        if len(set(states)) != len(states):
+            raise ValueError(f"a sequence is in the batch twice: state slots {states}")
+    for number in range(len(layout.groups)):
+        written: set[int] = set()
+        for segment in segments:
+            last = (segment.start + segment.length - 1) // PAGE
+            mine = set(segment.pages[number][segment.start // PAGE : last + 1].tolist())
+            if len(mine) != last + 1 - segment.start // PAGE or mine & written:
+                raise ValueError(f"two places of the batch write page {min(mine & written or mine)} of group {number}")
+            written |= mine
+
+
+def check_experts(ids: NDArray[np.int16], experts: Sequence[int]) -> None:
+    """Raise ValueError unless ids [layers, rows, top_k] are in range and different within each row."""
+    for layer, (chosen, count) in enumerate(zip(ids, experts, strict=True)):
+        ordered = np.sort(chosen, axis=-1)
+        if ordered.size and (ordered[:, 0].min() < 0 or ordered[:, -1].max() >= count):
+            raise ValueError(f"expert layer {layer} chose an expert outside 0 to {count - 1}")
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise ValueError(f"expert layer {layer} chose one expert twice for a row")

@@ -1,0 +1,72 @@
+#include "cpu/plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "common/rope.h"
+
+namespace spark {
+
+Plan::Plan(int64_t max_rows, int threads, int64_t width) : step_(max_rows, threads) {
+    // The largest count of (row, rank) pairs and page positions must fit the kernels' 32-bit indices.
+    if (max_rows < 1 || max_rows > 1 << 20 || threads < 1 || threads > 1024)
+        throw std::invalid_argument("a plan takes 1 to 2^20 rows and 1 to 1024 threads");
+    step_.arena.resize(static_cast<size_t>(max_rows * width));
+    step_.segment_of.resize(static_cast<size_t>(max_rows));
+    step_.position.resize(static_cast<size_t>(max_rows));
+}
+
+size_t Plan::add_rope_table(std::vector<double> inv_freq, double magnitude) {
+    const size_t floats = static_cast<size_t>(step_.max_rows) * inv_freq.size();
+    step_.angles.push_back({std::move(inv_freq), magnitude, std::vector<float>(floats), std::vector<float>(floats)});
+    return step_.angles.size() - 1;
+}
+
+size_t Plan::add_choice(int top_k) {
+    const size_t pairs = static_cast<size_t>(step_.max_rows * top_k);
+    step_.choices.push_back({top_k, std::vector<int32_t>(pairs), std::vector<float>(pairs)});
+    return step_.choices.size() - 1;
+}
+
+size_t Plan::add_expert_layer(size_t experts) {
+    step_.records.emplace_back(experts);
+    return step_.records.size() - 1;
+}
+
+void Plan::take(Rows rows, float* logits) {
+    step_.rows = rows.count;
+    step_.tokens = rows.tokens;
+    step_.segments = std::move(rows.segments);
+    step_.logits_rows = rows.logits_rows;
+    step_.logits_count = rows.logits_count;
+    step_.logits = logits;
+    step_.taken = -1;
+    for (const Segment& segment : step_.segments) {
+        for (int64_t i = 0; i < segment.length; ++i) {
+            step_.segment_of[static_cast<size_t>(segment.row + i)] = &segment;
+            step_.position[static_cast<size_t>(segment.row + i)] = segment.start + i;
+        }
+        if (segment.start == 0) {
+            uint8_t* record = step_.state.records + segment.slot * step_.state.record_bytes;
+            std::fill(record, record + step_.state.record_bytes, uint8_t{0});
+        }
+    }
+    for (Angles& angles : step_.angles)
+        step_.for_rows(32 * angles.pairs(), [&](int64_t row, int) {
+            rope_row(step_.position[static_cast<size_t>(row)], angles.inv_freq.data(), angles.pairs(), angles.magnitude,
+                     angles.cosine.data() + row * angles.pairs(), angles.sine.data() + row * angles.pairs());
+        });
+}
+
+void Plan::run(Rows rows, float* logits, int16_t* experts) {
+    const FloatEnvironment environment;
+    take(std::move(rows), logits);
+    for (const std::unique_ptr<Operation>& operation : operations_) operation->run(step_);
+    for (const Choice& choice : step_.choices) {
+        const int32_t* ids = choice.ids.data();
+        experts = std::transform(ids, ids + step_.rows * choice.top_k, experts,
+                                 [](int32_t id) { return static_cast<int16_t>(id); });
+    }
+}
+
+}  // namespace spark

@@ -1,0 +1,84 @@
+// Products of weight rows with activation rows: a weight row is unpacked once and serves every activation row.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "common/blocks.h"
+#include "cpu/pool.h"
+
+namespace spark {
+
+// Rows of a tensor where they lie, as in the file; `address` need not be aligned. (Of an expert's piece: its offset in
+// the record.)
+struct Weight {
+    uint64_t address;
+    const Format* format;
+    int64_t rows;
+    int columns;
+
+    // Throws std::invalid_argument for an unknown ggml type or columns that are no whole number of blocks.
+    Weight(uint64_t address, int type, int64_t rows, int columns);
+
+    int64_t row_bytes() const { return static_cast<int64_t>(columns / format->block) * format->bytes; }
+    const uint8_t* row(int64_t index) const {
+        return reinterpret_cast<const uint8_t*>(address) + index * row_bytes();
+    }
+    // The piece of the record at `record`.
+    Weight in(uint64_t record) const {
+        Weight piece = *this;
+        piece.address += record;
+        return piece;
+    }
+};
+
+// The first row of a weight as floats. Throws std::invalid_argument unless it is F32 and aligned.
+const float* float_vector(const Weight& weight);
+
+// Rows of activations in the form that products with weights of one class take.
+struct Activations {
+    Class cls = Class::FLOAT;
+    int columns = 0;
+    const float* floats = nullptr;  // [rows][columns], every class
+    std::vector<int8_t> q;          // [rows][columns], integer classes
+    std::vector<float> a;           // [rows][columns / 32 or 256]
+    std::vector<int16_t> sums;      // [rows][columns / 16]
+
+    void reserve(Class cls, int64_t elements);
+    // Takes `rows` rows of `x`, which stays where it is.
+    void assign(ThreadPool& pool, const float* x, int64_t rows, int columns);
+};
+
+// Activations of one matrix in every form that was asked for since `take`.
+class Forms {
+  public:
+    // Room for `elements` in the form of `cls`.
+    void reserve(Class cls, int64_t elements);
+    // From now on `get` answers for this matrix, which stays where it is.
+    void take(const float* x, int64_t rows, int columns);
+    // Converts at the first call per class.
+    const Activations& get(ThreadPool& pool, Class cls);
+
+  private:
+    const float* x_ = nullptr;
+    int64_t rows_ = 0;
+    int columns_ = 0;
+    std::array<Activations, 3> forms_;
+    std::array<bool, 3> ready_ = {};
+};
+
+// One weight row, unpacked into memory of its own.
+class WeightRow {
+  public:
+    void reserve(int columns);
+    void load(const Weight& weight, int64_t row);
+    float product(const Activations& x, int64_t row) const;
+
+  private:
+    std::vector<float> memory_;
+    IntRow integers_ = {};
+    const float* floats_ = nullptr;  // null: integers_
+};
+
+}  // namespace spark
