@@ -23,13 +23,18 @@ from sparkd.graph.program import Program
 SMALLEST_SUM = 6.103515625e-5
 
 
+#: Numbers of dequantised experts that are kept: all of a small model.
+KEPT_NUMBERS = 1 << 25
+
+
 class Weights:
-    """The float64 weights of a model file: dequantised when first used, experts and embeddings row by row each time."""
+    """The float64 weights of a model file, dequantised when used: experts one by one, embeddings row by row."""
 
     def __init__(self, model: ModelFile) -> None:
         self._model = model
         self._bytes = [np.memmap(shard.path, np.uint8, mode="r") for shard in model.shards]
         self._kept: dict[Weight, Tensor] = {}
+        self._experts: dict[tuple[Weight, int], Tensor] = {}
 
     def matrix(self, weight: Weight) -> Tensor:
         """[rows, columns]."""
@@ -43,8 +48,12 @@ class Weights:
 
     def expert(self, weight: Weight, expert: int) -> Tensor:
         """[rows, columns] of one expert's slice of a stack."""
-        tensor = self._model.tensors[weight.tensor]
-        return self._rows(weight, expert * tensor.rows + weight.first_row, weight.rows)
+        if (weight, expert) not in self._experts:
+            if len(self._experts) * weight.rows * weight.columns > KEPT_NUMBERS:
+                self._experts.clear()
+            first = expert * self._model.tensors[weight.tensor].rows + weight.first_row
+            self._experts[weight, expert] = self._rows(weight, first, weight.rows)
+        return self._experts[weight, expert]
 
     def row(self, weight: Weight, row: int) -> Tensor:
         """[columns]."""
