@@ -1,0 +1,299 @@
+"""docs/arithmetic.md evaluated with exact rationals: slow, independent of the C++, step by step as the text says.
+
+A float32 number is a Python float that holds one exactly (so signed zeros, infinities and NaN need no type of their
+own). Every operation forms the exact rational result and rounds it once.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from fractions import Fraction
+
+NAN = math.nan
+
+
+def bits(x: float) -> int:
+    """Bits of a float32 number; every NaN is the canonical one."""
+    return 0x7FC00000 if math.isnan(x) else int(struct.unpack("<I", struct.pack("<f", x))[0])
+
+
+def from_bits(u: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", u))[0])
+
+
+def round_to(x: Fraction, digits: int, least: int, greatest: float, negative_zero: bool = False) -> float:
+    """Nearest multiple of 2^least with at most `digits` significant bits, ties to even; infinity beyond `greatest`."""
+    if x == 0:
+        return -0.0 if negative_zero else 0.0
+    magnitude = abs(x)
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    if Fraction(2) ** exponent > magnitude:
+        exponent -= 1
+    step = Fraction(2) ** max(exponent - digits + 1, least)
+    rounded = round(magnitude / step) * step  # Fraction rounds ties to even
+    return math.copysign(math.inf if rounded > greatest else float(rounded), -1.0 if x < 0 else 1.0)
+
+
+def f32(x: Fraction, negative_zero: bool = False) -> float:
+    return round_to(x, 24, -149, float.fromhex("0x1.fffffep127"), negative_zero)
+
+
+def _finite(*x: float) -> bool:
+    return all(map(math.isfinite, x))
+
+
+def _negative(x: float) -> bool:
+    return math.copysign(1.0, x) < 0
+
+
+def add(a: float, b: float) -> float:
+    if not _finite(a, b):
+        return a + b
+    return f32(Fraction(a) + Fraction(b), negative_zero=_negative(a) and _negative(b))
+
+
+def sub(a: float, b: float) -> float:
+    return add(a, -b)
+
+
+def mul(a: float, b: float) -> float:
+    if not _finite(a, b):
+        return a * b
+    return f32(Fraction(a) * Fraction(b), negative_zero=_negative(a) != _negative(b))
+
+
+def fma(a: float, b: float, c: float) -> float:
+    if not _finite(a, b, c):
+        return a * b + c
+    zero_product = 0 in (a, b)
+    negative = _negative(a) != _negative(b)
+    return f32(Fraction(a) * Fraction(b) + Fraction(c), negative_zero=zero_product and negative and _negative(c))
+
+
+def div(a: float, b: float) -> float:
+    if b == 0 and not math.isnan(a):
+        return NAN if a == 0 else math.copysign(math.inf, -1.0 if _negative(a) != _negative(b) else 1.0)
+    if not _finite(a, b):
+        return a / b
+    return f32(Fraction(a) / Fraction(b), negative_zero=_negative(a) != _negative(b))
+
+
+def sqrt(x: float) -> float:
+    if not _finite(x) or x <= 0:
+        return NAN if x < 0 else x
+    exact = Fraction(x)
+    # floor(sqrt) at 80 bits below the point, and half a unit more where that is not the root itself
+    scaled = exact * 4**200
+    root = math.isqrt(scaled.numerator // scaled.denominator)
+    inexact = root * root != scaled
+    return f32(Fraction(2 * root + int(inexact), 2 * 2**200))
+
+
+# Conversions
+
+
+def round_even(x: float) -> float:
+    magic = float(3 << 22)
+    return sub(add(x, magic), magic)
+
+
+def f32_to_f16(x: float) -> int:
+    if math.isnan(x):
+        return 0x7E00
+    sign = 0x8000 if _negative(x) else 0
+    if abs(x) >= 65504:
+        return sign | 0x7BFF
+    return sign | int(struct.unpack("<H", struct.pack("<e", round_to(abs(Fraction(x)), 11, -24, 65504.0)))[0])
+
+
+def f16_to_f32(h: int) -> float:
+    return float(struct.unpack("<e", struct.pack("<H", h))[0])
+
+
+def bf16_to_f32(h: int) -> float:
+    return from_bits(h << 16)
+
+
+# Functions
+
+LOG2_E = float.fromhex("0x1.715476p+0")
+LN2_HIGH = float.fromhex("0x1.62e430p-1")
+LN2_LOW = float.fromhex("-0x1.05c610p-29")
+EXP_LOW = float.fromhex("-0x1.5d589ep+6")
+EXP = [float.fromhex(c) for c in ("0x1.6a4960p-10", "0x1.1239a0p-7", "0x1.5558b4p-5", "0x1.555492p-3", "0x1.fffffcp-2")]
+LOG = [float.fromhex(c) for c in ("0x1.f090c2p-4", "0x1.b72ad6p-4", "0x1.250514p-3", "0x1.9996d8p-3", "0x1.555558p-2")]
+
+
+def horner(coefficients: Sequence[float], x: float) -> float:
+    value = coefficients[0]
+    for c in coefficients[1:]:
+        value = fma(value, x, c)
+    return value
+
+
+def exp(x: float) -> float:
+    if math.isnan(x):
+        return NAN
+    if x < EXP_LOW:
+        return 0.0
+    x = min(x, 88.0)
+    n = round_even(mul(x, LOG2_E))
+    r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x))
+    return mul(horner([*EXP, 1.0, 1.0], r), 2.0 ** int(n))
+
+
+def sigmoid(x: float) -> float:
+    return div(1.0, add(1.0, exp(-x)))
+
+
+def silu(x: float) -> float:
+    return mul(x, sigmoid(x))
+
+
+def log1p_unit(u: float) -> float:
+    s = div(u, add(2.0, u))
+    z = mul(s, s)
+    twice = add(s, s)
+    return fma(mul(twice, z), horner(LOG, z), twice)
+
+
+def softplus(x: float) -> float:
+    return add(x if x > 0 else 0.0, log1p_unit(exp(-abs(x))))
+
+
+# Sums
+
+
+def halving_tree(partial: list[float]) -> float:
+    while len(partial) > 1:
+        half = len(partial) // 2
+        partial = [add(partial[j], partial[j + half]) for j in range(half)]
+    return partial[0]
+
+
+def dot32(x: Sequence[float], w: Sequence[float]) -> float:
+    partial = [0.0] * 32
+    for i, (a, b) in enumerate(zip(x, w, strict=True)):
+        partial[i % 32] = fma(a, b, partial[i % 32])
+    return halving_tree(partial)
+
+
+def rms_factor(x: Sequence[float], eps: float) -> float:
+    return div(1.0, sqrt(add(div(dot32(x, x), float(len(x))), eps)))
+
+
+def l2_factor(x: Sequence[float], eps: float) -> float:
+    return div(1.0, sqrt(add(dot32(x, x), eps)))
+
+
+# Attention
+
+
+def page(scores: Sequence[float], values: Sequence[Sequence[float]]) -> tuple[float, float, list[float]]:
+    """(m, l, o) of one page."""
+    m = scores[0]
+    for s in scores[1:]:
+        m = s if s > m else m
+    total, o = 0.0, [0.0] * len(values[0])
+    for s, v in zip(scores, values, strict=True):
+        e = exp(sub(s, m))
+        total = add(total, e)
+        o = [fma(e, a, b) for a, b in zip(v, o, strict=True)]
+    return m, total, o
+
+
+def merge(
+    m1: float, l1: float, o1: Sequence[float], m2: float, l2: float, o2: Sequence[float]
+) -> tuple[float, float, list[float]]:
+    m = m1 if m1 > m2 else m2
+    c1, c2 = exp(sub(m1, m)), exp(sub(m2, m))
+    return m, fma(l2, c2, mul(l1, c1)), [fma(b, c2, mul(a, c1)) for a, b in zip(o1, o2, strict=True)]
+
+
+# Rotary embedding; float64 here, Python's own arithmetic is that of the text
+
+
+def sin_cos(angle: float) -> tuple[float, float]:
+    magic = float(3 << 51)
+    k = (angle * float.fromhex("0x1.45f306dc9c883p-1") + magic) - magic
+    r = angle - k * float.fromhex("0x1.921fb54p+0")
+    r = r - k * float.fromhex("0x1.10b46118p-30")
+    r = r - k * float.fromhex("0x1.313198a2e0370p-61")
+    z = r * r
+    s = 1 / math.factorial(17)
+    for n in range(15, 2, -2):
+        s = s * z + (-1.0) ** (n // 2) / math.factorial(n)
+    s = (s * z) * r + r
+    c = 1 / math.factorial(16)
+    for n in range(14, -1, -2):
+        c = c * z + (-1.0) ** (n // 2) / math.factorial(n)
+    return ((s, c), (c, -s), (-s, -c), (-c, s))[int(k) % 4]
+
+
+def rope(position: int, inv_freq: float, magnitude: float) -> tuple[float, float]:
+    """Cosine and sine."""
+    s, c = sin_cos(float(position) * inv_freq)
+    return f32(Fraction(c * magnitude)), f32(Fraction(s * magnitude))
+
+
+def rotate(a: float, b: float, cosine: float, sine: float) -> tuple[float, float]:
+    return fma(a, cosine, -mul(b, sine)), fma(a, sine, mul(b, cosine))
+
+
+# Activations
+
+
+def quantise(x: Sequence[float]) -> tuple[list[int], float]:
+    """One block of activations: q and a."""
+    if not _finite(*x):
+        return [0] * len(x), NAN
+    largest = max(map(abs, x))
+    if largest < 2.0**-96:
+        return [0] * len(x), 0.0
+    inverse = div(127.0, largest)
+    return [int(round_even(max(-127.0, min(127.0, mul(v, inverse))))) for v in x], div(largest, 127.0)
+
+
+# Sampling
+
+
+def philox(key: int, counter: int) -> list[int]:
+    """The four words of Philox4x32-10 at a 128-bit counter."""
+    mask = 0xFFFFFFFF
+    k = [key & mask, key >> 32]
+    c = [counter >> 32 * i & mask for i in range(4)]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & mask, a >> 32 ^ c[3] ^ k[1], a & mask]
+        k = [k[0] + 0x9E3779B9 & mask, k[1] + 0xBB67AE85 & mask]
+    return c
+
+
+def sample(logits: Sequence[float], temperature: float, top_k: int, top_p: float, seed: int, index: int) -> int:
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    best = logits[order[0]]
+    if temperature == 0:
+        return order[0]
+
+    def weight(i: int, t: float) -> int:
+        return int(exp(div(sub(logits[i], best), t)) * 2**32)
+
+    kept = order[:top_k] if top_k else order
+    if top_p < 1:
+        limit = top_p * float(sum(weight(i, 1.0) for i in kept))
+        sums = 0
+        for n, i in enumerate(kept, 1):
+            sums += weight(i, 1.0)
+            if sums >= limit:
+                kept = kept[:n]
+                break
+    weights = [weight(i, temperature) for i in kept]
+    words = philox(seed, index)
+    target = (words[0] | words[1] << 32) * sum(weights) >> 64
+    for i, w in zip(kept, weights, strict=True):
+        if target < w:
+            return i
+        target -= w
+    raise AssertionError("the weights of the kept candidates add up to more than the target")
