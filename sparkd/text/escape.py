@@ -18,7 +18,6 @@ A template that cuts texts apart at other places or changes their letters is out
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,25 +44,24 @@ class Escape:
     """Finds and replaces; `literals` are the constant texts of the template."""
 
     def __init__(self, control_texts: Iterable[str], literals: Sequence[str]) -> None:
-        texts = sorted({text for text in control_texts if text}, key=len, reverse=True)
+        texts = sorted(text for text in set(control_texts) if text)
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
         ends = {literal[-self._longest :] for literal in literals}
         self._continuations = {
             text[n:] for text in texts for n in range(1, len(text)) if any(end.endswith(text[:n]) for end in ends)
         }
-        by_first: dict[str, list[str]] = {}
-        for text in texts:
-            by_first.setdefault(text[0], []).append(re.escape(text[1:]))
-        branches = [f"{re.escape(first)}(?={'|'.join(rests)})" for first, rests in by_first.items()]
-        self._whole = re.compile("|".join(branches)) if branches else None
+        self._whole = texts
         self._template_characters = set("".join(literals))
 
     def places(self, text: str) -> set[int]:
         """Indices of the characters that must be replaced."""
-        if self._whole is None:
-            return set()
-        found = {match.start() for match in self._whole.finditer(text)}
+        found = set()
+        for whole in self._whole:
+            index = text.find(whole)
+            while index >= 0:
+                found.add(index)
+                index = text.find(whole, index + 1)
         end = len(text.rstrip())
         for index in range(max(0, end - self._longest), end):
             if text[index:end] in self._beginnings:

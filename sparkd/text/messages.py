@@ -175,11 +175,14 @@ def _tool(item: object, where: str, bounds: Bounds) -> dict[str, Json]:
     if kind != "function":
         raise RequestError(f"{where}: a tool of type {str(kind)[:40]!r} is not supported, only 'function'")
     place = f"{where}.function"
-    function = _members(given.get("function"), place, {"name", "description", "parameters"})
+    function = _members(given.get("function"), place, {"name", "description", "parameters", "strict"})
     bounds.text(function.get("name"), f"{place}.name")
     if not isinstance(function.get("parameters", {}), Mapping):
         raise RequestError(f"{place}.parameters is {_kind(function['parameters'])}, not an object")
-    return {"type": "function", "function": bounds.plain(function, place)}
+    if function.get("strict", False) is not False:
+        raise RequestError(f"{place}.strict is not supported")
+    shown = {name: value for name, value in function.items() if name != "strict"}
+    return {"type": "function", "function": bounds.plain(shown, place)}
 
 
 def _members(item: object, where: str, allowed: set[str] | None) -> dict[str, Json]:

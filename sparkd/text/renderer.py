@@ -26,7 +26,7 @@ from sparkd.text.tokenizer import MAX_CHARACTERS
 
 #: Processor time of one render. Wall time is only a second line: on a loaded machine a good template may take long.
 CPU_SECONDS = 1.5
-WALL_SECONDS = 15.0
+WALL_SECONDS = 10.0
 START_SECONDS = 60.0
 MEMORY_BYTES = 512 << 20
 MAX_TEMPLATE_CHARACTERS = 1 << 20

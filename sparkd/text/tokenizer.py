@@ -12,14 +12,18 @@ user may spell one of them into a prompt.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
-from tokenizers import AddedToken, Regex, models, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
 from sparkd.errors import ModelFileError, RequestError, UnsupportedError
 from sparkd.gguf.metadata import Metadata
+
+# Texts come one at a time: the library's own threads would only idle.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 #: Longest text that is tokenized, in characters; several times what the longest context of these models holds.
 MAX_CHARACTERS = 4 << 20
@@ -169,8 +173,8 @@ class Tokenizer:
         Raises RequestError for text that is too long or holds lone surrogates.
         """
         check_text(text)
-        encoder = self._special if special else self._plain
-        return (self._bos if bos else []) + encoder.encode(text, add_special_tokens=False).ids
+        ids: list[int] = _encoding(self._special if special else self._plain, text).ids
+        return (self._bos if bos else []) + ids
 
     def split_at_control(self, text: str) -> list[str | int]:
         """`text` cut at the control tokens spelled in it: stretches of text (never empty) and ids, in order.
@@ -178,7 +182,7 @@ class Tokenizer:
         Encoding the stretches without special parsing gives what `encode(text, special=True)` gives.
         """
         check_text(text)
-        encoding = self._special.encode(text, add_special_tokens=False)
+        encoding = _encoding(self._special, text)
         parts: list[str | int] = []
         position = 0
         for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -225,6 +229,11 @@ def check_text(text: str) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the text holds a lone surrogate at character {error.start}") from None
+
+
+def _encoding(encoder: Encoder, text: str) -> Encoding:
+    """As `encoder.encode` does it, which however keeps the interpreter's lock, for seconds if the text is long."""
+    return encoder.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _refuse_duplicates(items: Sequence[str], what: str, where: str) -> None:
