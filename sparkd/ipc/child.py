@@ -168,7 +168,7 @@ class Serving(Protocol):
 
 
 def run_child(role: str, given: ChildArguments, build: Callable[[Child], Serving]) -> int:
-    """Be the child `role` from hello to exit. Returns the exit status: 1 after a failure that the supervisor was told."""
+    """Be the child `role` from hello to exit. Returns the exit status: 1 after a failure the supervisor was told of."""
     logging.basicConfig(format=f"{role}: %(levelname)s: %(message)s")
     child = Child(role, given.run_dir, given.parent)
     try:

@@ -450,11 +450,15 @@ class Release:
 
 @message("routed")
 class Routed:
-    """Routed ids of one step: `ids` is int16 [expert layers, rows, top_k]; `decode` says which rows count as decode."""
+    """Routed ids of one step: `ids` is int16 [layers, rows, top_k], each below `experts` (those of the largest layer).
+
+    `layers` are the expert layers; `decode` has one byte per row, 1 where the row counts as decode, else 0.
+    """
 
     step: int
     model: str
     layers: int
+    experts: int
     rows: int
     top_k: int
     decode: bytes
@@ -476,9 +480,12 @@ Message = Any
 
 
 def encode(msg: Message) -> bytes:
-    """Pack a message. MessageError when it is larger than `MAX_BYTES`."""
+    """Pack a message. MessageError when it is larger than `MAX_BYTES` or holds what msgpack cannot say."""
     body = {f.name: _plain(getattr(msg, f.name)) for f in dataclasses.fields(msg)}
-    data: bytes = msgpack.packb({"v": VERSION, "t": msg.wire_name, **body}, use_bin_type=True)
+    try:
+        data: bytes = msgpack.packb({"v": VERSION, "t": msg.wire_name, **body}, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise MessageError(f"{msg.wire_name}: cannot be packed: {error}"[:200]) from None
     if len(data) > MAX_BYTES:
         raise MessageError(f"{msg.wire_name}: message has {len(data)} bytes, the limit is {MAX_BYTES}")
     return data
@@ -498,7 +505,7 @@ def decode(data: bytes) -> Message:
         raise MessageError("message is not a map")
     version = body.pop("v", None)
     if version != VERSION:
-        raise MessageError(f"message has protocol version {version!r}, this side speaks {VERSION}")
+        raise MessageError(f"this side speaks protocol version {VERSION}, the message has {version!r}"[:200])
     name = body.pop("t", None)
     cls = _TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
@@ -571,7 +578,7 @@ def _name(hint: Any) -> str:
 
 
 def _bounded(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """Free-form content (chat messages, tools, status): bounded nesting, text keys."""
+    """Free-form content (chat messages, tools, status): what JSON can say, bounded nesting, text keys."""
     if isinstance(value, dict | list):
         if depth == 0:
             raise MessageError(f"{where}: nested deeper than {MAX_DEPTH}")
@@ -579,4 +586,6 @@ def _bounded(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
             raise MessageError(f"{where}: a map has keys that are not text")
         for item in value.values() if isinstance(value, dict) else value:
             _bounded(item, where, depth - 1)
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise MessageError(f"{where}: {type(value).__name__} is not allowed in free-form content")
     return value
