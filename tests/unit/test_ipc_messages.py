@@ -12,6 +12,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sparkd.ipc import messages
 from sparkd.ipc.messages import MessageError, decode, encode
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+
 from sparkd.errors import ConfigError
 from sparkd.ipc import messages
 from sparkd.ipc.messages import MessageError, Ping, Pong, Stop
