@@ -1,0 +1,422 @@
+"""The apps' side of the supervisor, without sockets or clocks: messages and times in, messages out.
+
+A request:
+
+              seat free            Done, Refused           chunks delivered
+    queued ──────────────► running ─────────────► draining ────────────────► over
+      │  ▲                    │ cancel, app gone,    │ cancel, app gone,
+      │  └── worker lost ─────┤ too slow, too late   │ too slow
+      │                       ▼                      ▼
+      └── cancel ... ──►   aborting ──Done──►       over
+
+The worker is given as many requests as it runs at once (`seats`); all others wait here. Output is sent against the
+app's credit alone; without credit it gathers in one chunk, which the request's length bounds. An app that has
+output waiting for longer than `STALL_S` loses the request, one that is silent for `LEASE_S` loses all of its requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from sparkd import __version__
+from sparkd.config import LimitSettings
+from sparkd.errors import SparkError, UnavailableError
+from sparkd.ipc import messages as m
+from sparkd.ipc.messages import Message
+from sparkd.supervisor.admission import Served, check
+from sparkd.supervisor.journal import Entry
+
+#: Seconds of silence after which an app counts as gone; apps ping about every quarter of it.
+LEASE_S = 20.0
+#: Seconds that output may wait for an app's credit.
+STALL_S = 60.0
+#: Workers that may end while they run one request before the request counts as the cause.
+MAX_CRASHES = 3
+MAX_CLIENTS = 256
+#: Credit one stream may hold, and questions of all apps that wait for an answer.
+MAX_CREDIT = 1024
+MAX_QUESTIONS = 256
+#: Ended requests whose late Cancel is no mistake of the app.
+_REMEMBERED = 256
+
+
+class Stage(enum.Enum):
+    """Where a request is; the module's diagram shows how it moves."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    ABORTING = "aborting"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A connection that has said hello."""
+
+    peer: bytes
+    name: str
+    seen: float
+    requests: set[int] = field(default_factory=set)
+    ended: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request and the output that waits for credit."""
+
+    number: int
+    client: Client
+    entry: Entry
+    credit: int
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    stage: Stage = Stage.QUEUED
+    tokens: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    delivered: int = 0
+    stalled: float | None = None
+    end: Message | None = None
+
+    def timings(self, now: float) -> m.Timings:
+        """Seconds in each stage, for a request that ends now."""
+        started = now if self.started is None else self.started
+        first = now if self.first_token is None else self.first_token
+        return m.Timings(started - self.arrived, first - started, now - first)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start."""
+
+    accepted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    output_tokens: int = 0
+
+
+class FrontDoor:
+    """All connections and requests. `to_clients`, `to_worker` and `status_asked` are for the caller to take."""
+
+    def __init__(self, limits: LimitSettings, served: Served, pid: int) -> None:
+        self._limits = limits
+        self._served = served
+        self._pid = pid
+        self._clients: dict[bytes, Client] = {}
+        self._requests: dict[int, Request] = {}
+        self._queue: deque[Request] = deque()
+        self._questions: dict[int, tuple[bytes, int]] = {}
+        self._last = 0
+        self._worker = False
+        self._refusal: str | None = None
+        self.totals = Totals()
+        self.to_clients: deque[tuple[bytes, Message]] = deque()
+        self.to_worker: deque[Message] = deque()
+        #: (peer, tag) of questions for the status document.
+        self.status_asked: deque[tuple[bytes, int]] = deque()
+
+    # ---- what the caller wants to know ----
+
+    @property
+    def clients(self) -> int:
+        """Connections with a lease."""
+        return len(self._clients)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a seat."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests the worker has."""
+        return sum(r.stage in (Stage.RUNNING, Stage.ABORTING) for r in self._requests.values())
+
+    @property
+    def idle(self) -> bool:
+        """No request is open."""
+        return not self._requests
+
+    # ---- apps ----
+
+    def receive(self, peer: bytes, msg: Message, now: float) -> None:
+        """Take a message of an app."""
+        client = self._clients.get(peer)
+        if isinstance(msg, m.Hello):
+            return self._hello(peer, msg, now)
+        if client is None:
+            tag = getattr(msg, "tag", None)
+            return self._send(peer, m.Failed(tag, None, "protocol", "say hello first (the lease may have lapsed)"))
+        client.seen = now
+        match msg:
+            case m.Generate():
+                self._generate(client, msg, now)
+            case m.Credit():
+                self._credit(client, msg, now)
+            case m.Cancel():
+                self._cancel(client, msg, now)
+            case m.Tokenize():
+                self._tokenize(client, msg)
+            case m.StatusRequest():
+                self.status_asked.append((peer, msg.tag))
+            case m.Ping():
+                self._send(peer, m.Pong(msg.tag))
+            case _:
+                self._send(peer, m.Failed(None, None, "protocol", f"apps do not send {type(msg).__name__}"))
+
+    def malformed(self, peer: bytes, reason: str) -> None:
+        """Answer what was no message."""
+        self._send(peer, m.Failed(None, None, "protocol", reason))
+
+    def gone(self, peer: bytes, now: float) -> None:
+        """A connection is lost or takes nothing any more: its requests end, nothing more is sent to it."""
+        client = self._clients.pop(peer, None)
+        if client is not None:
+            for number in list(client.requests):
+                self._abandon(self._requests[number], None, now)
+        self.to_clients = deque((p, msg) for p, msg in self.to_clients if p != peer)
+        self.status_asked = deque((p, tag) for p, tag in self.status_asked if p != peer)
+        self._questions = {job: asked for job, asked in self._questions.items() if asked[0] != peer}
+
+    def tick(self, now: float) -> None:
+        """Let time pass: leases lapse, slow streams and late requests end."""
+        for client in list(self._clients.values()):
+            if now - client.seen > LEASE_S:
+                self.gone(client.peer, now)
+        for request in list(self._requests.values()):
+            if request.stalled is not None and now - request.stalled > STALL_S:
+                reason = f"the app took no output for {STALL_S:.0f} s"
+                self._abandon(request, self._failed(request, "slow", reason), now)
+            elif request.stage in (Stage.QUEUED, Stage.RUNNING) and now - request.arrived > self._limits.timeout_s:
+                reason = f"not finished within limits.timeout_s = {self._limits.timeout_s:g} s"
+                self._abandon(request, self._failed(request, "timeout", reason), now)
+        self._fill_seats(now)
+
+    # ---- the worker ----
+
+    def worker_ready(self, now: float) -> None:
+        """A worker takes requests from now on."""
+        self._worker = True
+        self._refusal = None
+        self._fill_seats(now)
+
+    def worker_lost(self, reason: str, now: float) -> None:
+        """The worker is gone and another will come: what it ran waits to be resumed, new requests are refused."""
+        self._worker = False
+        self._refusal = reason
+        self.to_worker.clear()
+        self._fail_questions(reason)
+        lost = [r for r in self._requests.values() if r.stage in (Stage.RUNNING, Stage.ABORTING)]
+        for request in sorted(lost, key=lambda r: r.number, reverse=True):
+            if request.stage is Stage.ABORTING:
+                self._over(request)
+                continue
+            request.entry.crashes += 1
+            if request.entry.crashes >= MAX_CRASHES:
+                what = f"{MAX_CRASHES} workers ended while they ran this request; last: {reason}"
+                self._conclude(request, self._failed(request, "crashed", what), now)
+            else:
+                request.stage = Stage.QUEUED
+                self._queue.appendleft(request)
+
+    def close(self, reason: str, now: float) -> None:
+        """Nothing can be served any more: open requests end with `reason`, new ones are refused with it."""
+        self._refusal = reason
+        self._fail_questions(reason)
+        for request in list(self._requests.values()):
+            if request.stage is not Stage.ABORTING:
+                self._abandon(request, self._failed(request, "unavailable", reason, retry=True), now)
+
+    def from_worker(self, msg: Message, now: float) -> None:
+        """Take a message of the worker. Those about requests that are over already are late, not wrong."""
+        if isinstance(msg, m.Encoded):
+            return self._encoded(msg)
+        request = self._requests.get(msg.request)
+        if request is None or request.stage not in (Stage.RUNNING, Stage.ABORTING):
+            return None
+        match msg:
+            case m.Done() | m.Refused() if request.stage is Stage.ABORTING:
+                self._over(request)
+            case m.Admitted():
+                request.entry.admitted(msg)
+            case m.Prefilled() if request.stage is Stage.RUNNING:
+                self._send(request.client.peer, m.Progress(request.number, "prefill", msg.done, msg.total))
+            case m.Produced() if request.stage is Stage.RUNNING:
+                self._produced(request, msg, now)
+            case m.Done():
+                self._done(request, msg, now)
+            case m.Refused():
+                self._conclude(request, self._failed(request, msg.code, msg.message), now)
+        self._fill_seats(now)
+
+    # ---- inside ----
+
+    def _hello(self, peer: bytes, msg: m.Hello, now: float) -> None:
+        if m.VERSION not in msg.versions:
+            what = f"this daemon speaks version {m.VERSION} of the protocol, the app {msg.versions[:8]}"
+            return self._send(peer, m.Failed(None, None, "version", what))
+        if peer not in self._clients:
+            if len(self._clients) >= MAX_CLIENTS:
+                what = f"{MAX_CLIENTS} apps are connected already"
+                return self._send(peer, m.Failed(None, None, UnavailableError.code, what, retry=True))
+            self._clients[peer] = Client(peer, msg.client[:100], now)
+        self._clients[peer].seen = now
+        self._send(peer, m.Welcome(m.VERSION, f"sparkd {__version__}", self._pid, self._served.model, LEASE_S))
+
+    def _generate(self, client: Client, ask: m.Generate, now: float) -> None:
+        try:
+            self._check_open()
+            check(ask, self._served)
+        except SparkError as error:
+            retry = isinstance(error, UnavailableError)
+            return self._send(client.peer, m.Failed(ask.tag, None, error.code, str(error), retry))
+        self._last += 1
+        request = Request(self._last, client, Entry(ask), min(ask.credit, MAX_CREDIT), now)
+        self._requests[request.number] = request
+        client.requests.add(request.number)
+        self.totals.accepted += 1
+        self._send(client.peer, m.Accepted(ask.tag, request.number, len(self._queue)))
+        self._queue.append(request)
+        self._fill_seats(now)
+
+    def _check_open(self) -> None:
+        """UnavailableError unless one more request may come in."""
+        if self._refusal is not None:
+            raise UnavailableError(self._refusal, fix="try again later")
+        free = max(0, self._limits.sequences - self.running) if self._worker else 0
+        if len(self._queue) >= self._limits.queue + free:
+            raise UnavailableError(
+                f"{self.running} requests run and {len(self._queue)} wait, limits.queue is {self._limits.queue}",
+                fix="try again later",
+            )
+
+    def _credit(self, client: Client, msg: m.Credit, now: float) -> None:
+        if msg.request not in client.requests:
+            return
+        request = self._requests[msg.request]
+        if msg.chunks < 1:
+            return self._send(client.peer, m.Failed(None, None, "protocol", f"credit of {msg.chunks} chunks"))
+        request.credit = min(request.credit + msg.chunks, MAX_CREDIT)
+        self._deliver(request, now)
+
+    def _cancel(self, client: Client, msg: m.Cancel, now: float) -> None:
+        if msg.request not in client.requests:
+            if msg.request not in client.ended:
+                what = f"this connection has no request {msg.request}"
+                self._send(client.peer, m.Failed(None, msg.request, "request", what))
+            return
+        request = self._requests[msg.request]
+        prompt = len(request.entry.prompt or request.entry.ask.tokens or ())
+        seed = request.entry.seed or 0
+        end = m.Finished(request.number, "cancelled", None, prompt, request.delivered, seed, request.timings(now))
+        self._abandon(request, end, now)
+        self._fill_seats(now)
+
+    def _tokenize(self, client: Client, msg: m.Tokenize) -> None:
+        reason = self._refusal if self._worker else self._refusal or "the worker is not ready yet"
+        if reason is None and len(self._questions) >= MAX_QUESTIONS:
+            reason = f"{MAX_QUESTIONS} questions wait already"
+        if reason is not None:
+            return self._send(client.peer, m.Failed(msg.tag, None, UnavailableError.code, reason, retry=True))
+        self._last += 1
+        self._questions[self._last] = (client.peer, msg.tag)
+        self.to_worker.append(m.Encode(self._last, msg.text, msg.special))
+
+    def _encoded(self, msg: m.Encoded) -> None:
+        asked = self._questions.pop(msg.job, None)
+        if asked is None:
+            return
+        peer, tag = asked
+        if msg.tokens is None:
+            self._send(peer, m.Failed(tag, None, "request", msg.error or "cannot be tokenized"))
+        else:
+            self._send(peer, m.Tokens(tag, msg.tokens))
+
+    def _fail_questions(self, reason: str) -> None:
+        for peer, tag in self._questions.values():
+            self._send(peer, m.Failed(tag, None, UnavailableError.code, reason, retry=True))
+        self._questions.clear()
+
+    def _fill_seats(self, now: float) -> None:
+        while self._worker and self._queue and self.running < self._limits.sequences:
+            request = self._queue.popleft()
+            request.stage = Stage.RUNNING
+            request.started = now if request.started is None else request.started
+            self.to_worker.append(request.entry.run(request.number))
+
+    def _produced(self, request: Request, msg: m.Produced, now: float) -> None:
+        if msg.index != len(request.entry.produced):
+            raise RuntimeError(
+                f"request {request.number}: output {msg.index} came where {len(request.entry.produced)} was due"
+            )
+        request.entry.produced.append(msg.token)
+        request.first_token = now if request.first_token is None else request.first_token
+        self.totals.output_tokens += 1
+        request.tokens.append(msg.token)
+        request.text.append(msg.text)
+        self._deliver(request, now)
+
+    def _done(self, request: Request, msg: m.Done, now: float) -> None:
+        request.text.append(msg.text)
+        timings = request.timings(now)
+        end = m.Finished(request.number, msg.reason, msg.stop, msg.prompt_tokens, msg.output_tokens, msg.seed, timings)
+        self._conclude(request, end, now)
+
+    def _conclude(self, request: Request, end: Message, now: float) -> None:
+        """The worker is done with a request; `end` follows what is still to be delivered."""
+        request.stage = Stage.DRAINING
+        request.end = end
+        self._deliver(request, now)
+
+    def _deliver(self, request: Request, now: float) -> None:
+        """Send what credit allows, and the end once nothing waits."""
+        text = "".join(request.text)
+        if (request.tokens or text) and request.credit > 0:
+            chunk = m.Chunk(request.number, request.delivered, request.tokens, text)
+            request.delivered += len(request.tokens)
+            request.credit -= 1
+            request.tokens, request.text, text = [], [], ""
+            self._send(request.client.peer, chunk)
+        if request.tokens or text:
+            request.stalled = request.stalled if request.stalled is not None else now
+        else:
+            request.stalled = None
+            if request.end is not None:
+                self._send(request.client.peer, request.end)
+                self._over(request)
+
+    def _abandon(self, request: Request, end: Message | None, now: float) -> None:
+        """End a request at once, whatever it was doing; its app hears `end` unless it is gone."""
+        if end is not None:
+            self._send(request.client.peer, end)
+        request.end = end
+        if request.stage is Stage.QUEUED:
+            self._queue.remove(request)
+        if request.stage is Stage.RUNNING:
+            self.to_worker.append(m.Abort(request.number))
+            request.stage = Stage.ABORTING
+            request.stalled = None
+            request.client.requests.discard(request.number)
+            request.client.ended.append(request.number)
+        elif request.stage is not Stage.ABORTING:
+            self._over(request)
+
+    def _over(self, request: Request) -> None:
+        del self._requests[request.number]
+        request.client.requests.discard(request.number)
+        request.client.ended.append(request.number)
+        if isinstance(request.end, m.Failed):
+            self.totals.failed += 1
+        elif isinstance(request.end, m.Finished) and request.end.reason != "cancelled":
+            self.totals.finished += 1
+        else:
+            self.totals.cancelled += 1
+
+    def _failed(self, request: Request, code: str, reason: str, retry: bool = False) -> m.Failed:
+        return m.Failed(request.entry.ask.tag, request.number, code, reason, retry)
+
+    def _send(self, peer: bytes, msg: Message) -> None:
+        self.to_clients.append((peer, msg))

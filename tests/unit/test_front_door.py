@@ -1,0 +1,412 @@
+"""The apps' side of the supervisor: who waits, who runs, what is refused, and that no token is ever dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sparkd.config import LimitSettings
+from sparkd.ipc import messages as m
+from sparkd.supervisor.admission import Served
+from sparkd.supervisor.front_door import LEASE_S, MAX_CRASHES, STALL_S, FrontDoor
+
+LIMITS = LimitSettings(context=100, sequences=2, queue=3, timeout_s=1000.0)
+SERVED = Served("tiny", 100, 50)
+NO_TIME = m.Timings(0.0, 0.0, 0.0)
+
+
+class House:
+    """A front door, a clock, and what came out of it."""
+
+    def __init__(self, limits: LimitSettings = LIMITS, ready: bool = True) -> None:
+        self.door = FrontDoor(limits, SERVED, pid=7)
+        self.now = 0.0
+        if ready:
+            self.door.worker_ready(self.now)
+
+    def hello(self, peer: bytes) -> None:
+        self.door.receive(peer, m.Hello([m.VERSION], "test"), self.now)
+        assert isinstance(self.heard(peer)[-1], m.Welcome)
+
+    def ask(self, peer: bytes, **fields: Any) -> m.Accepted | m.Failed:
+        given = {"tag": 1, "tokens": [1, 2, 3], "max_tokens": 10} | fields
+        self.door.receive(peer, m.Generate(**given), self.now)
+        answer = self.heard(peer)[-1]
+        assert isinstance(answer, m.Accepted | m.Failed)
+        return answer
+
+    def accepted(self, peer: bytes, **fields: Any) -> int:
+        answer = self.ask(peer, **fields)
+        assert isinstance(answer, m.Accepted), answer
+        return answer.request
+
+    def heard(self, peer: bytes) -> list[Any]:
+        """Take what is to be sent to one app."""
+        mine = [msg for to, msg in self.door.to_clients if to == peer]
+        rest = [(to, msg) for to, msg in self.door.to_clients if to != peer]
+        self.door.to_clients.clear()
+        self.door.to_clients.extend(rest)
+        return mine
+
+    def orders(self) -> list[Any]:
+        """Take what is to be sent to the worker."""
+        taken = list(self.door.to_worker)
+        self.door.to_worker.clear()
+        return taken
+
+    def worker(self, *msgs: m.Message) -> None:
+        for msg in msgs:
+            self.door.from_worker(msg, self.now)
+
+    def produce(self, request: int, start: int, count: int) -> None:
+        self.worker(*(m.Produced(request, start + i, 10 + start + i, f"t{start + i} ") for i in range(count)))
+
+    def done(self, request: int, tokens: int = 0, text: str = "") -> None:
+        self.worker(m.Done(request, "length", None, text, 3, tokens, 42, NO_TIME))
+
+
+@pytest.fixture
+def house() -> House:
+    made = House()
+    made.hello(b"a")
+    made.hello(b"b")
+    return made
+
+
+def test_an_app_that_has_not_said_hello_is_told_to() -> None:
+    house = House()
+    house.door.receive(b"x", m.Ping(9), 0.0)
+    (answer,) = house.heard(b"x")
+    assert (answer.code, answer.tag) == ("protocol", 9)
+
+
+def test_an_app_of_another_version_is_refused_with_both_versions() -> None:
+    house = House()
+    house.door.receive(b"x", m.Hello([98, 99], "test"), 0.0)
+    (answer,) = house.heard(b"x")
+    assert answer.code == "version" and "98" in answer.message and str(m.VERSION) in answer.message
+
+
+def test_the_worker_gets_as_many_requests_as_it_runs_and_the_others_wait_in_order(house: House) -> None:
+    numbers = [house.accepted(b"a", tag=i) for i in range(5)]
+    assert [run.request for run in house.orders()] == numbers[:2]
+    house.done(numbers[1])
+    assert [run.request for run in house.orders()] == [numbers[2]]
+    house.done(numbers[0])
+    assert [run.request for run in house.orders()] == [numbers[3]]
+
+
+def test_a_full_queue_refuses_with_an_error_that_may_be_retried(house: House) -> None:
+    for tag in range(2 + 3):
+        house.accepted(b"a", tag=tag)
+    answer = house.ask(b"b")
+    assert isinstance(answer, m.Failed)
+    assert answer.retry and answer.code == "unavailable" and "limits.queue is 3" in answer.message
+
+
+def test_requests_wait_while_the_model_is_loaded() -> None:
+    house = House(ready=False)
+    house.hello(b"a")
+    number = house.accepted(b"a")
+    assert house.orders() == []
+    house.door.worker_ready(1.0)
+    assert [run.request for run in house.orders()] == [number]
+
+
+@pytest.mark.parametrize(("prompt", "fits"), [(90, True), (91, False), (100, False), (500, False)])
+def test_a_prompt_beyond_the_limit_is_refused_with_both_numbers(house: House, prompt: int, fits: bool) -> None:
+    answer = house.ask(b"a", tokens=[1] * prompt, max_tokens=10)
+    if fits:
+        assert isinstance(answer, m.Accepted)
+    else:
+        assert isinstance(answer, m.Failed)
+        assert str(prompt + 10) in answer.message and "100" in answer.message and not answer.retry
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model": "other"}, "'tiny'"),
+        ({"prompt": "x"}, "prompt and tokens"),
+        ({"tokens": None}, "none of them"),
+        ({"tokens": []}, "no tokens"),
+        ({"tokens": [1, 50]}, "token 50"),
+        ({"tokens": [-1]}, "token -1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"tools": [{}]}, "tools belong to chat"),
+        ({"options": {"enable_thinking": True}}, "options belong to chat"),
+        ({"credit": -1}, "credit is -1"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(house: House, fields: dict[str, Any], named: str) -> None:
+    answer = house.ask(b"a", **fields)
+    assert isinstance(answer, m.Failed) and named in answer.message and answer.tag == 1
+    assert house.door.idle
+
+
+def test_output_is_sent_against_credit_alone_and_gathers_without(house: House) -> None:
+    number = house.accepted(b"a", credit=2)
+    house.produce(number, 0, 5)
+    house.done(number, 5, "end")
+    first, second = house.heard(b"a")
+    assert (first.tokens, second.tokens) == ([10], [11])
+    house.door.receive(b"a", m.Credit(number, 1), 0.0)
+    chunk, end = house.heard(b"a")
+    assert (chunk.index, chunk.tokens, chunk.text) == (2, [12, 13, 14], "t2 t3 t4 end")
+    assert isinstance(end, m.Finished) and (end.reason, end.output_tokens, end.seed) == ("length", 5, 42)
+    assert house.door.idle
+
+
+def test_a_stream_whose_app_stays_slow_is_ended_with_that_reason(house: House) -> None:
+    slow, quick = house.accepted(b"a", credit=0), house.accepted(b"b", credit=8)
+    house.orders()
+    house.produce(slow, 0, 1)
+    house.produce(quick, 0, 1)
+    for _ in range(10):
+        house.now += STALL_S / 9
+        house.door.receive(b"a", m.Ping(0), house.now)
+        house.door.receive(b"b", m.Ping(0), house.now)
+        house.door.tick(house.now)
+    failed = house.heard(b"a")[-1]
+    assert isinstance(failed, m.Failed) and failed.code == "slow" and failed.request == slow
+    assert house.orders() == [m.Abort(slow)]
+    assert not any(isinstance(msg, m.Failed) for msg in house.heard(b"b"))
+
+
+def test_a_silent_app_loses_its_requests_and_others_do_not(house: House) -> None:
+    lost, kept = house.accepted(b"a"), house.accepted(b"b")
+    waiting = house.accepted(b"a")
+    house.orders()
+    house.now += LEASE_S * 0.9
+    house.door.receive(b"b", m.Ping(0), house.now)
+    house.now += LEASE_S * 0.2
+    house.door.tick(house.now)
+    assert house.orders() == [m.Abort(lost)]
+    assert (house.door.clients, house.door.queued, house.door.running) == (1, 0, 2)
+    house.worker(m.Done(lost, "cancelled", None, "", 3, 0, 1, NO_TIME))
+    assert house.door.running == 1 and waiting != kept
+    assert house.heard(b"a") == []
+
+
+def test_a_cancelled_request_ends_at_once_and_frees_its_seat_when_the_worker_says_so(house: House) -> None:
+    first, second, third = (house.accepted(b"a", tag=i) for i in range(3))
+    house.orders()
+    house.produce(first, 0, 2)
+    house.door.receive(b"a", m.Cancel(first), 0.0)
+    end = house.heard(b"a")[-1]
+    assert isinstance(end, m.Finished) and (end.reason, end.output_tokens) == ("cancelled", 2)
+    assert house.orders() == [m.Abort(first)]
+    house.produce(first, 2, 1)
+    house.worker(m.Done(first, "cancelled", None, "", 3, 3, 1, NO_TIME))
+    assert house.heard(b"a") == []
+    assert [run.request for run in house.orders()] == [third]
+    assert house.door.running == 2 and second != third
+
+
+def test_a_waiting_request_can_be_cancelled(house: House) -> None:
+    numbers = [house.accepted(b"a", tag=i) for i in range(3)]
+    house.orders()
+    house.door.receive(b"a", m.Cancel(numbers[2]), 0.0)
+    assert house.heard(b"a")[-1].reason == "cancelled"
+    assert house.orders() == [] and house.door.queued == 0
+
+
+def test_one_app_cannot_cancel_or_feed_the_request_of_another(house: House) -> None:
+    number = house.accepted(b"a", credit=0)
+    house.produce(number, 0, 1)
+    house.orders()
+    house.door.receive(b"b", m.Cancel(number), 0.0)
+    house.door.receive(b"b", m.Credit(number, 5), 0.0)
+    (answer,) = house.heard(b"b")
+    assert isinstance(answer, m.Failed) and answer.request == number
+    assert house.orders() == [] and house.heard(b"a") == []
+
+
+def test_a_cancel_that_comes_after_the_end_is_no_mistake(house: House) -> None:
+    number = house.accepted(b"a")
+    house.done(number)
+    assert isinstance(house.heard(b"a")[-1], m.Finished)
+    house.door.receive(b"a", m.Cancel(number), 0.0)
+    house.door.receive(b"a", m.Credit(number, 1), 0.0)
+    assert house.heard(b"a") == []
+
+
+def test_a_late_request_is_ended_with_the_limit_it_exceeded() -> None:
+    house = House(LIMITS.model_copy(update={"timeout_s": 5.0}))
+    house.hello(b"a")
+    number = house.accepted(b"a")
+    house.door.tick(5.5)
+    failed = house.heard(b"a")[-1]
+    assert (failed.code, failed.request) == ("timeout", number) and "limits.timeout_s = 5" in failed.message
+
+
+def test_a_request_is_resumed_on_the_next_worker_with_the_ids_and_seed_it_had(house: House) -> None:
+    number = house.accepted(b"a", tokens=None, prompt="some text", stop=["x"], sampling=m.Sampling(1.0))
+    house.orders()
+    house.worker(m.Admitted(number, [4, 5], 99))
+    house.produce(number, 0, 2)
+    house.door.worker_lost("killed", 1.0)
+    refused = house.ask(b"b")
+    assert isinstance(refused, m.Failed) and refused.retry
+    house.door.worker_ready(2.0)
+    (run,) = house.orders()
+    assert (run.prompt, run.tokens, run.produced, run.sampling.seed) == (None, [4, 5], [10, 11], 99)
+    house.produce(number, 2, 1)
+    house.done(number, 3)
+    chunks = [msg for msg in house.heard(b"a") if isinstance(msg, m.Chunk)]
+    assert [t for c in chunks for t in c.tokens] == [10, 11, 12]
+
+
+def test_a_request_that_costs_worker_after_worker_fails_alone(house: House) -> None:
+    number = house.accepted(b"a")
+    for _ in range(MAX_CRASHES):
+        house.door.worker_lost("killed by signal 11", 0.0)
+        house.door.worker_ready(0.0)
+    failed = house.heard(b"a")[-1]
+    assert failed.request == number and failed.code == "crashed" and "signal 11" in failed.message
+    assert isinstance(house.ask(b"b"), m.Accepted)
+
+
+def test_closing_ends_every_request_with_the_reason(house: House) -> None:
+    numbers = {house.accepted(b"a", tag=i) for i in range(4)}
+    house.door.receive(b"b", m.Tokenize(8, "text"), 0.0)
+    house.door.close("the daemon stops", 1.0)
+    ends = [msg for msg in house.heard(b"a") if isinstance(msg, m.Failed)]
+    assert {e.request for e in ends} == numbers and all(e.retry and "stops" in e.message for e in ends)
+    assert house.heard(b"b")[-1].tag == 8
+    assert isinstance(house.ask(b"b"), m.Failed)
+
+
+def test_text_is_tokenized_by_the_worker_for_whoever_asked(house: House) -> None:
+    house.door.receive(b"a", m.Tokenize(5, "one", True), 0.0)
+    house.door.receive(b"b", m.Tokenize(6, "two"), 0.0)
+    one, two = house.orders()
+    assert (one.text, one.special, two.text, two.special) == ("one", True, "two", False)
+    house.worker(m.Encoded(two.job, None, "too long"), m.Encoded(one.job, [1, 2]))
+    assert house.heard(b"a") == [m.Tokens(5, [1, 2])]
+    (failed,) = house.heard(b"b")
+    assert (failed.tag, failed.message) == (6, "too long")
+
+
+class Traffic(RuleBasedStateMachine):
+    """Apps, a worker and time in any order; a ledger of what every app was granted and got."""
+
+    PEERS = (b"a", b"b", b"c")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.house = House()
+        self.owner: dict[int, bytes] = {}
+        self.credit: dict[int, int] = {}
+        self.got: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+        self.at_worker: dict[int, int] = {}
+        for peer in self.PEERS:
+            self.house.hello(peer)
+
+    def settle(self) -> None:
+        """Deliver everything and check it against the ledger."""
+        for peer in self.PEERS:
+            for msg in self.house.heard(peer):
+                if isinstance(msg, m.Accepted):
+                    assert msg.request not in self.owner
+                    self.owner[msg.request] = peer
+                    self.got[msg.request] = []
+                elif isinstance(msg, m.Chunk):
+                    assert self.owner[msg.request] == peer and msg.request not in self.ended
+                    self.credit[msg.request] -= 1
+                    assert self.credit[msg.request] >= 0
+                    assert msg.index == len(self.got[msg.request])
+                    self.got[msg.request] += msg.tokens
+                elif isinstance(msg, m.Finished):
+                    assert msg.request not in self.ended
+                    assert msg.output_tokens == len(self.got[msg.request])
+                    self.ended.add(msg.request)
+                elif isinstance(msg, m.Failed) and msg.request is not None:
+                    assert msg.request not in self.ended
+                    self.ended.add(msg.request)
+        for order in self.house.orders():
+            if isinstance(order, m.Run):
+                assert order.request not in self.at_worker
+                self.at_worker[order.request] = len(order.produced)
+            elif isinstance(order, m.Abort):
+                made = self.at_worker.pop(order.request)
+                self.house.worker(m.Done(order.request, "cancelled", None, "", 3, made, 1, NO_TIME))
+                self.settle()
+
+    @rule(peer=st.sampled_from(PEERS), credit=st.integers(0, 3))
+    def generate(self, peer: bytes, credit: int) -> None:
+        answer = self.house.ask(peer, credit=credit)
+        if isinstance(answer, m.Accepted):
+            self.owner[answer.request] = peer
+            self.credit[answer.request] = credit
+            self.got[answer.request] = []
+        self.settle()
+
+    @precondition(lambda self: self.at_worker)
+    @rule(data=st.data(), count=st.integers(1, 4), last=st.booleans())
+    def produce(self, data: st.DataObject, count: int, last: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.at_worker)))
+        self.house.produce(number, self.at_worker[number], count)
+        self.at_worker[number] += count
+        if last:
+            self.house.done(number, self.at_worker.pop(number))
+        self.settle()
+
+    @precondition(lambda self: self.owner)
+    @rule(data=st.data(), chunks=st.integers(1, 3))
+    def grant(self, data: st.DataObject, chunks: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.owner)))
+        self.credit[number] += chunks
+        self.house.door.receive(self.owner[number], m.Credit(number, chunks), self.house.now)
+        self.settle()
+
+    @precondition(lambda self: self.owner)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.owner)))
+        self.house.door.receive(self.owner[number], m.Cancel(number), self.house.now)
+        self.settle()
+        assert number in self.ended
+
+    @rule()
+    def lose_worker(self) -> None:
+        self.at_worker.clear()
+        self.house.door.worker_lost("killed", self.house.now)
+        self.settle()
+        self.house.door.worker_ready(self.house.now)
+        self.settle()
+
+    @rule(seconds=st.floats(0, 15))
+    def wait(self, seconds: float) -> None:
+        self.house.now += seconds
+        for peer in self.PEERS:
+            self.house.door.receive(peer, m.Ping(0), self.house.now)
+        self.house.door.tick(self.house.now)
+        self.settle()
+
+    @invariant()
+    def no_more_run_than_there_are_seats(self) -> None:
+        assert len(self.at_worker) == self.house.door.running <= LIMITS.sequences
+        assert self.house.door.queued == 0 or self.house.door.running == LIMITS.sequences
+
+    def teardown(self) -> None:
+        """Whatever happened, every request can still come to its end with all its tokens."""
+        while self.at_worker:
+            for number, made in list(self.at_worker.items()):
+                self.at_worker.pop(number)
+                self.house.done(number, made)
+            self.settle()
+        for number in set(self.owner) - self.ended:
+            self.credit[number] += 1
+            self.house.door.receive(self.owner[number], m.Credit(number, 1), self.house.now)
+        self.settle()
+        assert self.ended == set(self.owner) and self.house.door.idle
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
