@@ -14,7 +14,7 @@ from spark_client import messages as m
 from spark_client.address import find_socket
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
 from spark_client.link import Link, Mail
-from spark_client.protocol import Protocol
+from spark_client.protocol import CONNECTION, Protocol
 
 _T = TypeVar("_T")
 
@@ -45,6 +45,7 @@ class Client:
         self._link = Link(self.path)
         try:
             self.server = self._welcome(self._link.hello(name))
+            self._link.forget(CONNECTION)
         except BaseException:
             self._link.close()
             raise

@@ -72,8 +72,8 @@ class Protocol:
         return tag
 
     def ping(self) -> None:
-        """Keep the lease alive."""
-        self._send(m.Ping(tag=self._tag()))
+        """Keep the lease alive; Failed under the tag `CONNECTION` comes back when it has lapsed already."""
+        self._send(m.Ping(tag=CONNECTION))
 
     def consumed(self, tag: int) -> None:
         """The app took one chunk of a request; grants credit each time half of it is used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -55,6 +55,15 @@ def bar(share: float, width: int = 20) -> Text:
     full = round(min(max(share, 0.0), 1.0) * width)
     filled, empty = ("█", "░") if _unicode() else ("#", ".")
     return Text.assemble((filled * full, "green"), (empty * (width - full), "dim"))
+
+
+def strip(counts: Sequence[int], width: int = 32) -> Text:
+    """Counts as a line of columns, the largest full; neighbours share a column when there are more than `width`."""
+    marks = " ▁▂▃▄▅▆▇█" if _unicode() else " .:-=+*#@"
+    group = -(-len(counts) // width)
+    sums = [sum(counts[start : start + group]) for start in range(0, len(counts), group)] if counts else []
+    top = max(sums, default=0) or 1
+    return Text("".join(marks[-(-value * (len(marks) - 1) // top)] for value in sums), style="cyan")
 
 
 def size(count: float) -> str:

@@ -39,6 +39,7 @@ class FakeDaemon:
     refuse: m.Failed | None = None
     silent: bool = False
     endless: bool = False
+    lapsed: bool = False
     heard: list[m.Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,6 +92,8 @@ class FakeDaemon:
         match msg:
             case m.Hello():
                 return [self.refuse or m.Welcome(m.VERSION, "fake", 1, "model", LEASE_S)]
+            case m.Ping() if self.lapsed:
+                return [m.Failed(msg.tag, None, "protocol", "say hello first (the lease may have lapsed)")]
             case m.Ping():
                 return [m.Pong(msg.tag)]
             case m.Tokenize():

@@ -211,7 +211,7 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
 
 def test_a_daemon_that_does_not_answer_is_named(fake_daemon: Start) -> None:
     daemon = fake_daemon(silent=True)
-    with pytest.raises(ConnectionFailed, match="has not answered for 0.1 s"):
+    with pytest.raises(ConnectionFailed, match=r"has not answered for 0\.1 s"):
         Client(daemon.path, timeout=0.1)
 
 
@@ -238,6 +238,15 @@ def test_a_daemon_that_hangs_is_noticed_when_its_lease_has_passed(fake_daemon: S
         stream = client.generate("x")
         daemon.silent = True
         with pytest.raises(ConnectionFailed, match="has not answered"):
+            stream.read()
+
+
+def test_a_lapsed_lease_fails_the_streams_it_ended(fake_daemon: Start) -> None:
+    daemon = fake_daemon(endless=True)
+    with Client(daemon.path) as client:
+        stream = client.generate("x")
+        daemon.lapsed = True
+        with pytest.raises(ConnectionFailed, match="lease may have lapsed"):
             stream.read()
 
 

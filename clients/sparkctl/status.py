@@ -1,0 +1,142 @@
+"""`sparkctl status`: the status document (docs/status.md) as tables. Parts that are not known yet are left out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spark_client import Client
+from sparkctl.plain import printable, write_json
+from sparkctl.tables import bar, console, duration, facts, size, strip, table
+
+Document: TypeAlias = Mapping[str, Any]
+
+_COLOURS = {"ready": "green", "starting": "yellow", "loading": "yellow", "stopping": "yellow"}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status of the daemon."""
+    with Client(args.socket, timeout=args.timeout, name="sparkctl") as client:
+        document = client.status()
+    if args.json:
+        write_json(document)
+    else:
+        show(document)
+    return 0
+
+
+def show(document: Document, out: Console | None = None) -> None:
+    """Print a status document."""
+    out = out or console()
+    out.print(_headline(document))
+    out.print(facts(_facts(document)))
+    if document.get("processes"):
+        out.print(_processes(document["processes"]))
+    if _part(document, "residency").get("layers"):
+        out.print(_residency(document))
+    for note in document.get("notes", ()):
+        out.print(Text(f"note: {printable(note)}"), soft_wrap=True)
+
+
+def _part(document: Document, name: str) -> Document:
+    part: Document = document.get(name) or {}
+    return part
+
+
+def _state(name: object) -> Text:
+    return Text(printable(name), style=f"bold {_COLOURS.get(str(name), 'red')}")
+
+
+def _headline(document: Document) -> Text:
+    line = _state(document.get("state", "unknown"))
+    if document.get("reason"):
+        line.append(f": {printable(document['reason'])}", style="default not bold")
+    return line
+
+
+def _facts(document: Document) -> Iterator[tuple[str, str | Text]]:
+    if "version" in document:
+        up = duration(document.get("uptime_s", 0.0))
+        yield "daemon", f"sparkd {document['version']}, process {document.get('pid')}, up {up}"
+    if model := _part(document, "model"):
+        yield "model", f"{model.get('name')} ({model.get('architecture')}), context {model.get('context')}"
+        yield "file", str(model.get("path"))
+    loading = _part(document, "loading")
+    if document.get("state") == "loading" and loading.get("total_bytes"):
+        yield "loading", _of(loading["done_bytes"], loading["total_bytes"])
+    yield from _memory(_part(document, "memory"))
+    if requests := _part(document, "requests"):
+        yield (
+            "requests",
+            f"{requests.get('running')} running, {requests.get('queued')} queued, {requests.get('clients')} clients; "
+            f"so far {requests.get('finished')} finished, {requests.get('failed')} failed, "
+            f"{requests.get('cancelled')} cancelled, {requests.get('output_tokens')} tokens",
+        )
+    if speed := _part(document, "speed"):
+        yield (
+            "speed",
+            f"decode {speed.get('decode_tokens_s', 0):.1f}, prefill {speed.get('prefill_tokens_s', 0):.1f} tokens/s",
+        )
+    if executor := _part(document, "executor"):
+        yield (
+            "computes",
+            f"{executor.get('kind')} {executor.get('isa')}, {executor.get('threads')} threads, "
+            f"keys and values {executor.get('kv_type')}",
+        )
+
+
+def _memory(memory: Document) -> Iterator[tuple[str, Text]]:
+    if memory.get("limit_bytes"):
+        need = _of(memory["need_bytes"], memory["limit_bytes"])
+        yield "memory", need.append(f" ({printable(memory.get('limit', 'limit'))})")
+    if memory.get("arena_bytes"):
+        locked = _of(memory.get("locked_bytes", 0), memory["arena_bytes"]).append(" of the weights locked")
+        if memory.get("lock_note"):
+            locked.append(f": {printable(memory['lock_note'])}")
+        yield "", locked
+    if memory.get("state_bytes"):
+        yield "", _of(memory.get("state_used_bytes", 0), memory["state_bytes"]).append(" for contexts in use")
+
+
+def _of(part: float, whole: float) -> Text:
+    return bar(part / whole).append(f" {size(part)} of {size(whole)}")
+
+
+def _processes(processes: list[Document]) -> Table:
+    made = table("process", "state", "pid>", "memory>", "restarts>", "heartbeat>", "")
+    for process in processes:
+        beat, rss = process.get("heartbeat_s"), process.get("rss_bytes")
+        made.add_row(
+            Text(printable(process.get("role"))),
+            _state(process.get("state")),
+            "" if process.get("pid") is None else str(process["pid"]),
+            "" if rss is None else size(rss),
+            str(process.get("restarts", 0)),
+            "" if beat is None else f"{beat:.1f} s ago",
+            Text(printable(process.get("reason") or "")),
+        )
+    return made
+
+
+def _residency(document: Document) -> Table:
+    """Where the experts of each layer lie and, when the calibrator counts, how unevenly decoding uses them."""
+    layers = document["residency"]["layers"]
+    decode = _part(_part(document, "calibration"), "decode")
+    counts, busiest = decode.get("counts") or [], decode.get("busiest_quarter") or []
+    counted = len(counts) == len(busiest) == len(layers)
+    made = table("expert layer>", "in host memory", "experts>", *(("used by decoding", "busiest quarter>") * counted))
+    for index, layer in enumerate(layers):
+        row: list[str | Text] = [
+            str(index),
+            bar(layer["resident"] / max(layer["records"], 1)),
+            f"{layer['resident']} of {layer['records']}",
+        ]
+        if counted:
+            row += [strip(counts[index]), f"{busiest[index]:.0%}"]
+        made.add_row(*row)
+    return made
