@@ -78,7 +78,7 @@ def test_views_stay_good_after_close():
 def test_nothing_is_left_behind():
     before = [path.name for path in Path("/proc/self/fd").iterdir()]
     with Region.create(1 << 20) as region:
-        assert os.readlink(f"/proc/self/fd/{region.fd}").startswith("/memfd:sparkd-arena")
+        assert str(Path(f"/proc/self/fd/{region.fd}").readlink()).startswith("/memfd:sparkd-arena")
     assert [path.name for path in Path("/proc/self/fd").iterdir()] == before
 
 
