@@ -1,0 +1,182 @@
+"""The native executor against the golden vectors, and against itself: equal bits however a step is put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sparkd.kernels import available
+
+RECIPES = json.loads((Path(__file__).parents[1] / "data" / "models" / "recipes.json").read_text())
+FLOATS = ("f32", "f16", "bf16")
+NAMES = {r["model"]: r["quant"] in FLOATS for r in RECIPES if not r["overrides"] and r["preset"] != "bench"}
+
+#: Largest error of any logit where nothing is rounded to 8 bits; the logits' standard deviation is about 2.3.
+FLOAT_LIMIT = 1e-3
+#: Where activations are rounded to 8 bits, the median error of a position may be this many times that of the other
+#: implementation that rounds so; its logits stand in the vectors beside those of its exact twin.
+INTEGER_FACTOR = 2.0
+#: Greedy tokens are compared up to the first step decided by less than four times the usual error (0.1, 1e-3).
+NARROW = {True: 4e-3, False: 0.4}
+
+Vectors = Mapping[str, NDArray]
+
+
+def models(floats: bool) -> list[Any]:
+    """Names of float or quantised models; the small ones are for the long tests."""
+    chosen = [name for name, is_float in NAMES.items() if is_float is floats]
+    return [pytest.param(name, marks=pytest.mark.soak) if "-small-" in name else name for name in chosen]
+
+
+@pytest.fixture(params=[("p1", "p17", "p130"), pytest.param(("p600",), marks=pytest.mark.soak)], ids=["short", "long"])
+def prompts(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return request.param
+
+
+@pytest.fixture
+def vectors(vectors_path: Callable[[str], Path]) -> Callable[[str], Vectors]:
+    return lambda name: dict(np.load(vectors_path(name)))
+
+
+def rms(errors: NDArray) -> NDArray:
+    return np.sqrt(np.mean(np.square(errors), axis=-1))
+
+
+def exact(stored: Vectors, prompt: str, field: str) -> NDArray:
+    """A field of the run that rounds no activations: the twin's where the file is quantised."""
+    twin = f"{prompt}_twin_{field}"
+    return stored[twin] if twin in stored else stored[f"{prompt}_{field}"]
+
+
+def last_errors(logits: NDArray, stored: Vectors, prompt: str) -> NDArray:
+    """Errors of the logits after a prompt; for big vocabularies of the 256 largest ones."""
+    if f"{prompt}_logits_last" in stored:
+        return logits - exact(stored, prompt, "logits_last")
+    return logits[exact(stored, prompt, "top_ids")] - exact(stored, prompt, "top_logits")
+
+
+def usual_error(stored: Vectors, prompt: str) -> float:
+    """How far the implementation that rounds activations is from its twin after a prompt, rms."""
+    if f"{prompt}_twin_logits_last" in stored:
+        return float(rms(stored[f"{prompt}_logits_last"].astype(np.float32) - stored[f"{prompt}_twin_logits_last"]))
+    _, i, j = np.intersect1d(stored[f"{prompt}_top_ids"], stored[f"{prompt}_twin_top_ids"], return_indices=True)
+    return float(rms(stored[f"{prompt}_top_logits"][i] - stored[f"{prompt}_twin_top_logits"][j]))
+
+
+def check_greedy(tokens: list[int], stored: Vectors, prompt: str, narrow: float) -> None:
+    margins = exact(stored, prompt, "greedy_margin")
+    decided = next((i for i, margin in enumerate(margins) if margin < narrow), len(margins))
+    assert tokens[:decided] == exact(stored, prompt, "greedy").tolist()[:decided]
+
+
+@pytest.mark.parametrize("name", models(floats=True))
+def test_float_files_agree_on_every_logit_expert_and_token(load, vectors, machine, prompts, name: str) -> None:
+    stored, loaded = vectors(name), load(name)
+    native = machine(loaded, keep=loaded.program.layer_outputs)
+    for prompt in prompts:
+        run = native.prefill(stored[f"{prompt}_tokens"].tolist())
+        assert np.abs(last_errors(run.all_logits[-1], stored, prompt)).max() < FLOAT_LIMIT
+        if f"{prompt}_logits_all" in stored:
+            assert np.abs(run.all_logits - exact(stored, prompt, "logits_all")).max() < FLOAT_LIMIT
+        if f"{prompt}_layer_out" in stored:
+            layers = np.stack([native.executor.trace(value) for value in loaded.program.layer_outputs])
+            kept = stored[f"{prompt}_layer_out"]
+            assert np.abs(layers[:, -kept.shape[1] :] - kept).max() < FLOAT_LIMIT
+        if f"{prompt}_experts" in stored:
+            assert (run.all_experts == stored[f"{prompt}_experts"]).all()
+        check_greedy(native.greedy(run, 32), stored, prompt, NARROW[True])
+        native.end(run)
+
+
+@pytest.mark.parametrize("name", models(floats=False))
+def test_quantised_files_err_no_more_than_rounded_activations_do(load, vectors, machine, prompts, name: str) -> None:
+    stored, native = vectors(name), machine(load(name))
+    errors, usual, same_best = [], [], 0
+    for prompt in prompts:
+        run = native.prefill(stored[f"{prompt}_tokens"].tolist())
+        errors.append(float(rms(last_errors(run.all_logits[-1], stored, prompt))))
+        usual.append(usual_error(stored, prompt))
+        if f"{prompt}_twin_logits_all" in stored:
+            twin, rounded = stored[f"{prompt}_twin_logits_all"], stored[f"{prompt}_logits_all"]
+            assert np.median(rms(run.all_logits - twin)) < INTEGER_FACTOR * np.median(rms(rounded - twin))
+            assert (run.all_logits.argmax(-1) == twin.argmax(-1)).mean() >= 0.8
+        tokens = native.greedy(run, 32)
+        same_best += tokens[0] == exact(stored, prompt, "greedy")[0]
+        check_greedy(tokens, stored, prompt, NARROW[False])
+        native.end(run)
+    if len(prompts) > 1:
+        assert np.median(errors) < INTEGER_FACTOR * np.median(usual)
+        assert same_best >= len(prompts) - 1
+
+
+@pytest.mark.parametrize(
+    ("yarn", "reading"), [("llama", "A_keys_ignored"), ("keys", "B_betas"), ("final", "C_betas_and_attn_factor")]
+)
+def test_each_reading_of_the_yarn_keys_gives_its_own_logits(load, vectors, machine, yarn: str, reading: str) -> None:
+    name = "laguna-tiny-yarn-s1-f32"
+    stored, native = vectors(name), machine(load(name, yarn))
+    for prompt in ("p17", "p130"):
+        run = native.prefill(stored[f"{prompt}_tokens"].tolist())
+        assert np.abs(run.all_logits[-1] - stored[f"{prompt}_{reading}_logits_last"]).max() < FLOAT_LIMIT
+
+
+# --- equal to itself
+
+SELF = ("laguna-tiny-s1-q4_k_m", "qwen35moe-tiny-s1-bf16", "laguna-tinyk-s1-iq4_xs", "qwen35moe-tinyk-s1-q4_k_m")
+WHOLE = 600
+
+
+@pytest.fixture(params=[2, 4], ids=["kv-f16", "kv-f32"])
+def kv_bytes(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def assert_same(run: Any, expected: Any) -> None:
+    assert run.all_logits.tobytes() == expected.all_logits.tobytes()
+    assert run.all_experts.tobytes() == expected.all_experts.tobytes()
+
+
+@pytest.mark.parametrize("name", SELF)
+def test_bits_do_not_depend_on_chunks_threads_or_instruction_set(load, vectors, machine, kv_bytes, name: str) -> None:
+    loaded, tokens = load(name), vectors(name)["p130_tokens"].tolist()
+    expected = machine(loaded, kv_bytes=kv_bytes).prefill(tokens)
+    assert_same(machine(loaded, kv_bytes=kv_bytes, threads=2).prefill(tokens, 37), expected)
+    for isa in available():
+        assert_same(machine(loaded, kv_bytes=kv_bytes, threads=2, isa=isa).prefill(tokens, 129), expected)
+
+
+@pytest.mark.parametrize("name", SELF)
+def test_a_sequence_does_not_feel_the_rows_of_others(load, vectors, machine, name: str) -> None:
+    stored, native = vectors(name), machine(load(name), kv_bytes=2, threads=2)
+    first, second, third = (stored[f"{p}_tokens"].tolist() for p in ("p130", "p17", "p600"))
+    third = third[:40]
+    alone = []
+    for tokens in (first, second, third):
+        alone.append(native.prefill(tokens))
+        native.end(alone[-1])
+
+    a, b, c = native.start(), native.start(), native.start()
+    native.step((a, first[:60]))
+    native.step((b, second[:1]), (a, first[60:61]), (c, third[:30]))
+    native.step((a, first[61:125]), (c, third[30:]), (b, second[1:2]))
+    native.step((b, second[2:]), (a, first[125:]))
+    for run, expected in zip((a, b, c), alone, strict=True):
+        assert_same(run, expected)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in NAMES if "-small-" not in name])
+def test_bits_of_long_prompts_do_not_depend_on_anything(load, vectors, machine, kv_bytes, name: str) -> None:
+    loaded, tokens = load(name), vectors(name)["p600_tokens"].tolist()
+    expected = machine(loaded, kv_bytes=kv_bytes).prefill(tokens)
+    cases: Iterator[tuple[int, int, str]] = product((1, 2, 3), (1, 17, 130, WHOLE), ["auto"])
+    for threads, chunk, isa in [*cases, *((2, 17, isa) for isa in available())]:
+        run = machine(loaded, kv_bytes=kv_bytes, threads=threads, isa=isa).prefill(tokens, chunk)
+        assert_same(run, expected)
