@@ -38,7 +38,7 @@ _NEUTRAL: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("residual_scale", (0, 1)),
 )
 #: Tensors that would change what a layer computes: biases, scales of NVFP4 weights, attention sinks, rotary factors.
-_CHANGES_RESULT = re.compile(r"(\.bias|\.scale|\.input_scale|sinks\.weight|^rope_.*\.weight)$")
+_CHANGES_RESULT = re.compile(r"(\.bias|\.scale|\.input_scale|sinks\.weight|(^|\.)rope_.*\.weight)$")
 #: ids of experts travel as int16.
 MOST_EXPERTS = 32768
 #: Bound on the dimensions of a head, so that a damaged file cannot ask for a giant rotary table.
@@ -296,7 +296,7 @@ def count_layers(model: ModelFile, keys: Keys, notes: list[str]) -> tuple[int, i
     blocks = keys.integer("block_count", 1, 1024)
     drafts = keys.integer("nextn_predict_layers", 0, blocks - 1, default=0)
     declared = "declared"
-    if not drafts and f"blk.{blocks - 1}.nextn.eh_proj.weight" in model.tensors:
+    if not drafts and blocks > 1 and f"blk.{blocks - 1}.nextn.eh_proj.weight" in model.tensors:
         # Run as a trunk layer it would destroy the output.
         drafts, declared = 1, "found, though not declared"
     layers = blocks - drafts

@@ -70,14 +70,14 @@ class Hyperparameters:
             raise keys.unsupported("expert_weights_norm", "is false, sparkd always normalises the experts' weights")
         if keys.integer("expert_shared_count", 0, 1024, default=1) != 1:
             raise keys.unsupported("expert_shared_count", "is not 1")
-        dense = keys.integer("leading_dense_block_count", 0, layers)
+        dense = keys.integer("leading_dense_block_count", 0, layers - 1)
         hidden = keys.integer("embedding_length", 1, 1 << 20)
         context = keys.integer("context_length", 1, 1 << 30)
         return Hyperparameters(
             hidden=hidden,
             vocab=count_vocab(model, keys),
             context=context,
-            eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+            eps=keys.number("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
             blocks=blocks,
             attention=_read_attention(keys, hidden, layers, blocks, read_yarn(keys.metadata, context, reading, notes)),
             dense_layers=dense,

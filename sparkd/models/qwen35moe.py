@@ -106,7 +106,7 @@ class Hyperparameters:
             hidden=hidden,
             vocab=count_vocab(model, keys),
             context=context,
-            eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+            eps=keys.number("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
             blocks=blocks,
             recurrent=recurrent,
             heads=heads,

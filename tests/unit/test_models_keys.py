@@ -107,7 +107,7 @@ def test_an_impossible_or_unknown_value_is_refused_naming_the_key(
         (qwen, "attention.recurrent_layers", [True], ModelFileError),
         (laguna, "expert_weights_norm", False, UnsupportedError),
         (laguna, "expert_shared_count", 2, UnsupportedError),
-        (laguna, "leading_dense_block_count", 5, ModelFileError),
+        (laguna, "leading_dense_block_count", 4, ModelFileError),
         (laguna, "attention.sliding_window_pattern", 0, ModelFileError),
         (laguna, "attention.value_length_swa", 64, UnsupportedError),
         (laguna, "rope.dimension_count_swa", 130, ModelFileError),
