@@ -2,7 +2,7 @@
 
     python bench/arithmetic_errors.py
 
-Runs for about ten minutes on one core. The truth is float64 (numpy). An error in ulp is in steps of the float32 result.
+Takes some minutes on one core. The truth is float64 (numpy). An error in ulp is in steps of the float32 result.
 """
 
 from __future__ import annotations

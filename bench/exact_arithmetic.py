@@ -195,7 +195,7 @@ def page(scores: Sequence[float], values: Sequence[Sequence[float]]) -> tuple[fl
     """(m, l, o) of one page."""
     m = scores[0]
     for s in scores[1:]:
-        m = s if s > m else m
+        m = m if m > s else s
     total, o = 0.0, [0.0] * len(values[0])
     for s, v in zip(scores, values, strict=True):
         e = exp(sub(s, m))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import exact_arithmetic as exact
@@ -140,6 +141,8 @@ def attention_lines() -> dict[str, list[str]]:
         pages.append(exact.page(scores, [noise(1000 * seed + p, 2) for p in range(positions)]))
         page_lines.append(f"{positions} {seed} -> {words(pages[-1])}")
     pairs = [(pages[i], pages[j]) for i, j in ((0, 1), (1, 0), (1, 2), (2, 2))]
+    near = [exact.page(noise(s, 3), [noise(s + p, 2) for p in range(3)]) for s in range(20, 30)]
+    pairs += list(pairwise(near))
     merge_lines = [f"{words(a)} {words(b)} -> {words(exact.merge(*a, *b))}" for a, b in pairs]
     return {"page (positions, seed)": page_lines, "merge (m1 l1 o1[2] m2 l2 o2[2])": merge_lines}
 
