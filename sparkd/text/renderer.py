@@ -67,7 +67,8 @@ class Renderer:
         """
         with self._lock:
             try:
-                if self._socket is None:
+                if self._process is None or self._process.poll() is not None:
+                    self._end()
                     self._start()
                 reply = self._ask({"variables": variables}, WALL_SECONDS)
             except _Broken as error:
@@ -94,7 +95,11 @@ class Renderer:
                 env=variables,
             )
         self._socket = ours
-        return self._ask({"template": self._source}, START_SECONDS)
+        try:
+            return self._ask({"template": self._source}, START_SECONDS)
+        except _Broken:
+            self._end()
+            raise
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         assert self._socket is not None

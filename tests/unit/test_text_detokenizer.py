@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparkd.gguf.model_file import ModelFile
 from sparkd.text.detokenizer import Detokenizer
-from sparkd.text.tokenizer import TokenType, Tokenizer
+from sparkd.text.tokenizer import Tokenizer, TokenType
 
 DEMO = Path(__file__).parents[2] / "sparkd/demo/spark-demo-laguna.gguf"
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gguf_writer import BOOL, I32, STRING, U32, GgufBytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,33 +24,19 @@ VECTORS = json.loads((ROOT / "tests/data/vectors/tokenization.json").read_text()
 VOCABULARY = ROOT.parent / "shared/data/ggml-vocab-qwen35.gguf"
 DEMO = ROOT / "sparkd/demo/spark-demo-laguna.gguf"
 
-U32, I32, BOOL, STRING, ARRAY = 4, 5, 7, 8, 9
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def entry(key: str, value: object, element: int = I32) -> bytes:
-    """One metadata entry: str, bool, int, or a sequence of strings or numbers."""
-    if isinstance(value, str):
-        return text(key) + struct.pack("<I", STRING) + text(value)
-    if isinstance(value, bool):
-        return text(key) + struct.pack("<IB", BOOL, value)
-    if isinstance(value, int):
-        return text(key) + struct.pack("<II", U32, value)
-    assert isinstance(value, Sequence)
-    strings = bool(value) and isinstance(value[0], str)
-    head = struct.pack("<IIQ", ARRAY, STRING if strings else element, len(value))
-    return text(key) + head + b"".join(text(v) if strings else struct.pack("<i", v) for v in value)
-
 
 def metadata(**keys: object) -> Metadata:
     """Metadata with these `tokenizer.ggml.*` keys, as the reader gives it."""
-    entries = [entry(f"tokenizer.ggml.{key}", value) for key, value in keys.items() if value is not None]
-    entries.append(entry("general.architecture", "laguna"))
-    raw = b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
-    raw += bytes(-len(raw) % 32)
+    file = GgufBytes()
+    for name, value in keys.items():
+        key = f"tokenizer.ggml.{name}"
+        if isinstance(value, str):
+            file.text(key, value)
+        elif isinstance(value, list):
+            file.array(key, STRING if isinstance(value[0], str) else I32, value)
+        elif value is not None:
+            file.key(key, BOOL if isinstance(value, bool) else U32, value)
+    raw = file.build()
     return parse_header(raw, len(raw), "small.gguf").metadata
 
 
@@ -82,9 +68,7 @@ def vocabulary_only(architecture: str, path: Path) -> Metadata:
 
 
 @pytest.mark.parametrize("name", VECTORS["models"])
-def test_ids_equal_the_vectors_in_every_column(
-    name: str, model_path: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_ids_equal_the_vectors_in_every_column(name: str, model_path: Callable[[str], Path], tmp_path: Path) -> None:
     architecture, preset = name.split("-")
     if preset == "small":
         if not VOCABULARY.exists():
@@ -130,11 +114,7 @@ def test_plain_encoding_never_yields_a_control_token(demo: Tokenizer, string: st
 @given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<think>", "<", "|>", " a", "\n", "é"])).map("".join))
 def test_stretches_between_control_tokens_encode_as_the_whole_does(demo: Tokenizer, string: str) -> None:
     parts = demo.split_at_control(string)
-    ids = [
-        index
-        for part in parts
-        for index in ([part] if isinstance(part, int) else demo.encode(part, special=False))
-    ]
+    ids = [index for part in parts for index in ([part] if isinstance(part, int) else demo.encode(part, special=False))]
     assert ids == demo.encode(string, special=True)
     assert "".join(demo.text(part) if isinstance(part, int) else part for part in parts) == string
 
