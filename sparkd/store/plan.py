@@ -15,7 +15,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sparkd.config import Settings
@@ -27,29 +26,13 @@ from sparkd.models import build_program
 from sparkd.residency.budget import Limit, Needs, check_fit
 from sparkd.store.layout import PAGE, ArenaLayout
 from sparkd.store.limits import host_limits
+from sparkd.store.planned import Plan
 
 #: Code, buffers and Python objects of all processes together, in bytes.
 PROCESSES = 512 << 20
 #: Rows of the largest step, which decides how many pages a sliding window spans.
-_STEP_ROWS = 512
+STEP_ROWS = 512
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The arena to make, what else is needed, and the limit that leaves least; sizes in bytes."""
-
-    model: str
-    path: str
-    fingerprint: str
-    arena_bytes: int
-    core_bytes: int
-    records_bytes: int
-    records: int
-    state_bytes: int
-    need_bytes: int
-    limit: str
-    limit_bytes: int
 
 
 def open_model(settings: Settings) -> tuple[ModelFile, Program]:
@@ -84,6 +67,10 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         model=model_name(model),
         path=model.where,
         fingerprint=model.fingerprint,
+        architecture=model.architecture,
+        context=min(settings.limits.context, program.context),
+        vocab=program.vocab,
+        notes=[*model.notes, *program.notes],
         arena_bytes=layout.total_bytes,
         core_bytes=layout.core_bytes,
         records_bytes=layout.records_bytes,
@@ -99,7 +86,7 @@ def state_bytes(program: Program, settings: Settings) -> int:
     """KV pages and recurrent state of `limits.sequences` sequences of `limits.context` positions."""
     layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
     context = min(settings.limits.context, program.context)
-    pages = sum(group.page_bytes * group.pages_for(context, _STEP_ROWS) for group in layout.groups)
+    pages = sum(group.page_bytes * group.pages_for(context, STEP_ROWS) for group in layout.groups)
     return settings.limits.sequences * (pages + layout.record_bytes)
 
 

@@ -1,0 +1,29 @@
+"""The outcome of a plan, apart from what it takes to make one: the supervisor knows no model files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The arena to make, what else is needed, and the limit that leaves least; sizes in bytes.
+
+    `context` are the positions one request may have, `notes` what a reader of the log should know about the model.
+    """
+
+    model: str
+    path: str
+    fingerprint: str
+    architecture: str
+    context: int
+    vocab: int
+    notes: list[str]
+    arena_bytes: int
+    core_bytes: int
+    records_bytes: int
+    records: int
+    state_bytes: int
+    need_bytes: int
+    limit: str
+    limit_bytes: int
