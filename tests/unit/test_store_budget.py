@@ -1,0 +1,230 @@
+"""Budgets: what does not fit is refused before a byte is read, by a limit that is the real one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings
+from sparkd.errors import BudgetError, ConfigError, ModelFileError
+from sparkd.residency.budget import GIB, Limit, Needs, Scope, check_fit
+from sparkd.store.limits import host_limits
+from sparkd.store.plan import make_plan, open_model, state_bytes
+
+NEEDS = Needs(core=2 * GIB, records=18 * GIB, headers=GIB // 64, directory=GIB // 64, state=GIB, slack=GIB // 2)
+
+
+def test_what_fits_is_told_which_limit_leaves_least():
+    limits = [Limit("a", 40 * GIB), Limit("b", 23 * GIB), Limit("memory.host_gib", 30 * GIB, Scope.ARENA)]
+    assert check_fit(NEEDS, limits, "model").name == "b"
+
+
+@pytest.mark.parametrize(("scope", "need"), [(Scope.ALL, NEEDS.total), (Scope.ARENA, NEEDS.arena)])
+def test_the_exact_need_fits_and_one_byte_less_is_refused(scope, need):
+    assert check_fit(NEEDS, [Limit("limit", need, scope)], "model").size == need
+    with pytest.raises(BudgetError):
+        check_fit(NEEDS, [Limit("limit", need - 1, scope)], "model")
+
+
+def test_a_limit_one_percent_below_the_need_is_refused_naming_need_limit_and_what_would_fit():
+    size = NEEDS.total * 99 // 100
+    with pytest.raises(BudgetError) as caught:
+        check_fit(NEEDS, [Limit("far", 99 * GIB), Limit("memory.max of cgroup /a", size)], "/models/m.gguf")
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith("/models/m.gguf: needs ")
+    assert f"({NEEDS.total} bytes) of host memory" in said
+    assert f"memory.max of cgroup /a allows {size / GIB:.2f} GiB ({size} bytes)" in said
+    assert f"({NEEDS.total - size} bytes)" in said
+    assert "GiB of weights would fit" in said
+
+
+def test_a_limit_that_is_exceeded_already_counts_as_zero():
+    with pytest.raises(BudgetError, match=r"full allows 0\.00 GiB \(0 bytes\); 0\.00 GiB of weights would fit"):
+        check_fit(NEEDS, [Limit("full", -5 * GIB)], "model")
+
+
+def _tree(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+_MEMINFO = {"proc/meminfo": "MemTotal:       32000000 kB\nMemFree:  1 kB\nMemAvailable:   20000000 kB"}
+_V2_MOUNT = {"proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"}
+
+
+def _sizes(limits: list[Limit]) -> dict[str, int]:
+    return {limit.name: limit.size for limit in limits}
+
+
+def test_without_cgroups_the_machine_and_the_setting_limit(tmp_path):
+    limits = _sizes(host_limits(16.0, root=_tree(tmp_path, _MEMINFO)))
+    available = "the memory available on this machine (MemAvailable)"
+    assert limits == {"memory.host_gib": 16 * GIB, available: 20000000 * 1024}
+    assert list(_sizes(host_limits(0.0, root=tmp_path))) == [available]
+
+
+def test_a_setting_of_a_fraction_of_a_gib_is_taken_exactly(tmp_path):
+    assert host_limits(0.5, root=tmp_path) == [Limit("memory.host_gib", GIB // 2, Scope.ARENA)]
+
+
+def test_every_cgroup_above_the_process_limits(tmp_path):
+    root = _tree(
+        tmp_path,
+        _MEMINFO
+        | _V2_MOUNT
+        | {
+            "proc/self/cgroup": "0::/user.slice/sparkd.service",
+            "sys/fs/cgroup/user.slice/sparkd.service/memory.max": 9 * GIB,
+            "sys/fs/cgroup/user.slice/sparkd.service/memory.current": GIB,
+            "sys/fs/cgroup/user.slice/memory.max": 12 * GIB,
+            "sys/fs/cgroup/user.slice/memory.current": 6 * GIB,
+        },
+    )
+    limits = _sizes(host_limits(0.0, root=root))
+    assert limits["memory.max of cgroup /sys/fs/cgroup/user.slice/sparkd.service"] == 8 * GIB
+    assert limits["memory.max of cgroup /sys/fs/cgroup/user.slice"] == 6 * GIB
+
+
+def test_reclaimable_cache_counts_as_free_so_that_a_second_load_works(tmp_path):
+    files = _MEMINFO | _V2_MOUNT | {
+        "proc/self/cgroup": "0::/a",
+        "sys/fs/cgroup/a/memory.max": 10 * GIB,
+        "sys/fs/cgroup/a/memory.current": 10 * GIB,
+        "sys/fs/cgroup/a/memory.stat": f"anon {GIB}\nactive_file {GIB}\ninactive_file {8 * GIB}",
+    }  # fmt: skip
+    limits = _sizes(host_limits(0.0, root=_tree(tmp_path, files)))
+    assert limits["memory.max of cgroup /sys/fs/cgroup/a"] == 9 * GIB
+
+
+def test_an_arena_that_is_kept_is_no_new_need(tmp_path):
+    root = _tree(tmp_path, _MEMINFO)
+    (limit,) = host_limits(0.0, held=GIB, root=root)
+    assert limit.size == 20000000 * 1024 + GIB
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"sys/fs/cgroup/a/memory.max": "max", "sys/fs/cgroup/a/memory.current": 5},
+        {"sys/fs/cgroup/a/memory.max": ""},
+        {},
+    ],
+)
+def test_no_limit_is_no_limit(tmp_path, files):
+    root = _tree(tmp_path, _MEMINFO | _V2_MOUNT | {"proc/self/cgroup": "0::/a"} | files)
+    assert len(host_limits(0.0, root=root)) == 1
+
+
+def test_usage_that_cannot_be_read_leaves_the_whole_limit(tmp_path):
+    files = {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/memory.max": 5}
+    root = _tree(tmp_path, _V2_MOUNT | files)
+    assert [limit.size for limit in host_limits(0.0, root=root)] == [5]
+
+
+def test_cgroup_v1_beside_an_empty_v2_hierarchy(tmp_path):
+    mounts = [
+        "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory",
+        "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw",
+    ]
+    files = {
+        "proc/self/mountinfo": "\n".join(mounts),
+        "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/x\n0::/",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 0x7FFFFFFFFFFFF000,
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": GIB,
+        "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": 8 * GIB,
+        "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": 7 * GIB,
+        "sys/fs/cgroup/memory/docker/x/memory.stat": f"total_inactive_file {3 * GIB}\ntotal_active_file {2 * GIB}",
+    }
+    limits = _sizes(host_limits(0.0, root=_tree(tmp_path, _MEMINFO | files)))
+    assert limits["memory.limit_in_bytes of cgroup /sys/fs/cgroup/memory/docker/x"] == 6 * GIB
+    assert min(limits.values()) == 6 * GIB
+
+
+def test_a_container_that_sees_only_its_own_cgroup_finds_its_limit(tmp_path):
+    files = {
+        "proc/self/mountinfo": "35 31 0:32 /docker/x /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory",
+        "proc/self/cgroup": "4:memory:/docker/x",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 3 * GIB,
+    }
+    assert [limit.size for limit in host_limits(0.0, root=_tree(tmp_path, files))] == [3 * GIB]
+
+
+def test_this_machine_has_some_limit():
+    limits = host_limits(0.0)
+    assert limits
+    assert all(limit.size > 0 for limit in limits)
+
+
+def _settings(path: Path | str, host_gib: float = 0.0, **limits: int) -> Settings:
+    return Settings(
+        model=ModelSettings(path=str(path)),
+        memory=MemorySettings(host_gib=host_gib),
+        limits=LimitSettings(**limits),
+    )
+
+
+def test_the_plan_needs_the_arena_and_the_state_and_reads_no_tensor(model_path):
+    path = model_path("laguna-tiny-s1-q4_k_m")
+    plan = make_plan(_settings(path), limits=[Limit("limit", GIB)])
+    model, _ = open_model(_settings(path))
+    assert plan.model == "laguna-tiny-s1-q4_k_m"
+    assert plan.fingerprint == model.fingerprint
+    assert plan.core_bytes + plan.records_bytes >= model.tensor_bytes
+    assert plan.core_bytes + plan.records_bytes < plan.arena_bytes < plan.need_bytes
+    assert plan.records == sum(layer.experts for layer in open_model(_settings(path))[1].expert_layers)
+
+
+def test_a_model_larger_than_host_gib_is_refused_with_need_and_limit(model_path):
+    path = model_path("laguna-tinyk-s1-f32")
+    need = make_plan(_settings(path), limits=[Limit("limit", GIB)]).arena_bytes
+    with pytest.raises(BudgetError, match=r"of weights .* memory\.host_gib allows 0\.01 GiB \(10737418 bytes\)"):
+        make_plan(_settings(path, host_gib=0.01))
+    assert make_plan(_settings(path, host_gib=need / GIB + 0.001)).limit in (
+        "memory.host_gib",
+        "the memory available on this machine (MemAvailable)",
+    )
+
+
+def test_only_layers_with_a_cache_and_only_windows_are_counted_as_state(model_path):
+    _, program = open_model(_settings(model_path("laguna-tiny-s1-q4_k_m")))
+    path = model_path("laguna-tiny-s1-q4_k_m")
+    short, long = (state_bytes(program, _settings(path, context=c, sequences=1)) for c in (2048, 4096))
+    full = [c for c in program.caches if not c.window]
+    growth = sum(
+        2 * (min(4096, program.context) - min(2048, program.context)) * c.kv_heads * c.head_dim * 2 for c in full
+    )
+    assert long - short == growth
+    assert state_bytes(program, _settings(path, context=2048, sequences=3)) == 3 * short
+
+
+def _plan_process(settings: Settings) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "sparkd.store.plan", "--settings", settings.to_json()]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_plan_process_prints_one_line_of_json(model_path):
+    done = _plan_process(_settings(model_path("laguna-tiny-s1-q4_k_m")))
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert json.loads(done.stdout)["arena_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [("", ConfigError.code), ("/nowhere/m.gguf", ModelFileError.code), (__file__, ModelFileError.code)],
+)
+def test_a_plan_that_cannot_be_made_says_why_in_one_line(path, code):
+    done = _plan_process(_settings(path))
+    assert done.returncode == 1
+    answer = json.loads(done.stdout)
+    assert answer["code"] == code
+    assert "\n" not in answer["error"]
+    assert done.stderr == ""

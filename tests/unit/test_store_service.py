@@ -1,0 +1,120 @@
+"""What the store answers: slots and generations of what is resident, a reason for everything else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from filled_arena import empty, filled, regions_closed
+
+from sparkd.ipc.messages import Attach, MessageError, Release, Stage, Stop
+from sparkd.store import service as service_module
+from sparkd.store.service import StoreService
+
+NAME = "laguna-tiny-s1-q4_k_m"
+
+
+@pytest.fixture(autouse=True)
+def _close_regions():
+    with regions_closed():
+        yield
+
+
+@pytest.fixture
+def full(model_path):
+    return filled(model_path(NAME))
+
+
+@pytest.fixture
+def service(full):
+    return StoreService(full.arena, full.loader, NAME)
+
+
+def test_attach_tells_what_the_arena_holds(full, service):
+    answer = service.answer(b"w", Attach(0, NAME))
+    assert answer.fingerprint == full.model.fingerprint
+    assert answer.arena_bytes == full.region.size
+    assert answer.resident == answer.records == sum(layer.experts for layer in full.program.expert_layers)
+    assert answer.error is None
+    assert service.answer(b"w", Attach(0, "")).error is None
+
+
+def test_attach_for_another_model_says_which_one_is_served(service):
+    assert service.answer(b"w", Attach(0, "other")).error == f"model 'other' is not served here, {NAME!r} is"
+
+
+def test_staged_records_come_with_slot_and_generation_in_the_order_asked_for(full, service):
+    records = [[6, 7], [0, 0], [3, 2], [0, 0]]
+    answer = service.answer(b"w", Stage(9, NAME, records))
+    assert answer.batch == 9
+    assert answer.error is None
+    entries = [full.arena.directory.entry(*record) for record in records]
+    assert answer.slots == [entry.slot for entry in entries]
+    assert answer.generations == [entry.generation for entry in entries]
+    assert service.status()["leases"] == 1
+    assert service.answer(b"w", Release(answer.lease)) is None
+    assert service.status()["leases"] == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ([7, 0], "no expert layer 7: the model has 7"),
+        ([-1, 0], "no expert layer -1"),
+        ([0, 8], "no expert 8 in expert layer 0: it has 8"),
+        ([0, -1], "no expert -1"),
+        ([0], r"a record is \[expert layer, expert\], found 1 numbers"),
+        ([0, 1, 2], "found 3 numbers"),
+        ([], "found 0 numbers"),
+    ],
+)
+def test_a_record_that_does_not_exist_is_named_and_nothing_is_leased(service, record, said):
+    answer = service.answer(b"w", Stage(1, NAME, [[0, 0], record]))
+    assert re.search(said, answer.error)
+    assert answer.slots == answer.generations == []
+    assert service.status()["leases"] == 0
+
+
+def test_records_that_are_not_there_yet_are_not_staged(model_path):
+    one = empty(model_path(NAME))
+    service = StoreService(one.arena, one.loader, NAME)
+    answer = service.answer(b"w", Stage(1, NAME, [[0, 0], [0, 1]]))
+    assert answer.error == "2 of 2 records are still being loaded"
+    assert service.status()["resident"] == 0
+
+
+def test_a_lease_is_its_workers_alone(service):
+    lease = service.answer(b"w", Stage(1, NAME, [[0, 0]])).lease
+    for peer, number in ((b"other", lease), (b"w", lease + 1)):
+        with pytest.raises(MessageError, match="not held by this worker"):
+            service.answer(peer, Release(number))
+    assert service.status()["leases"] == 1
+
+
+def test_the_leases_of_a_worker_end_when_it_is_gone_or_replaced(service):
+    service.answer(b"w1", Attach(0, NAME))
+    service.answer(b"w1", Stage(1, NAME, [[0, 0]]))
+    service.answer(b"w2", Stage(1, NAME, [[0, 0]]))
+    service.drop(b"w2")
+    assert service.status()["leases"] == 1
+    service.answer(b"w3", Attach(0, NAME))
+    assert service.status()["leases"] == 0
+
+
+def test_a_worker_that_never_releases_is_bounded(service, monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_LEASES", 3)
+    answers = [service.answer(b"w", Stage(n, NAME, [[0, 0]])) for n in range(4)]
+    assert [answer.error for answer in answers] == [None, None, None, "this worker holds 3 leases already"]
+    assert service.answer(b"other", Stage(0, NAME, [[0, 0]])).error is None
+
+
+def test_messages_that_are_not_for_a_store_are_refused(service):
+    with pytest.raises(MessageError, match="takes no Stop"):
+        service.answer(b"w", Stop())
+
+
+def test_status_tells_sizes_and_residents(full, service):
+    status = service.status()
+    assert status["resident_per_layer"] == [8] * 7
+    assert status["bytes_loaded"] == status["bytes_total"] == status["bytes_read"] == full.loader.total
+    assert sum(slab["slots"] for slab in status["slabs"]) == status["records"] == 56
