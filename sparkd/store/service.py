@@ -69,7 +69,10 @@ class StoreService:
             "core_loaded": self._arena.core_loaded,
             "records": self._records,
             "resident": sum(residents),
-            "resident_per_layer": residents,
+            "layers": [
+                {"records": layer.experts, "resident": resident}
+                for layer, resident in zip(layout.layers, residents, strict=True)
+            ],
             "slabs": [{"record_bytes": slab.record_bytes, "slots": slab.slots} for slab in layout.slabs],
             "bytes_loaded": self._loader.done,
             "bytes_total": self._loader.total,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparkd.errors import RequestError, UnsupportedError
 from sparkd.ipc.messages import Generate
-from sparkd.worker.limits import check_length
+from sparkd.worker.limits import check_length, check_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,5 @@ def check(ask: Generate, served: Served) -> None:
     if ask.credit < 0:
         raise RequestError(f"credit is {ask.credit}", fix="grant none (0) or some")
     if ask.tokens is not None:
-        outside = next((token for token in ask.tokens if not 0 <= token < served.vocab), None)
-        if outside is not None:
-            raise RequestError(f"token {outside} is not in the vocabulary", fix=f"ids are 0 to {served.vocab - 1}")
+        check_tokens(ask.tokens, served.vocab)
     check_length(len(ask.tokens) if ask.tokens is not None else 1, ask.max_tokens, served.context)

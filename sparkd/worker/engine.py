@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from sparkd.errors import RequestError
 from sparkd.executors.base import Batch, Executor, RowKind, Segment, StepResult
-from sparkd.ipc.messages import Admitted, Done, Message, Prefilled, Produced, Refused, Sampling
+from sparkd.ipc.messages import Admitted, Done, Message, Prefilled, Produced, Refused
+from sparkd.worker.sampler import Sampling, sample
 from sparkd.worker.scheduler import Piece, Scheduler, Step
 from sparkd.worker.sequences import Sequence
 from sparkd.worker.state import StatePool
 
-#: (logits of one row, how to choose, seed, number of the output token) -> token id.
-Sampler = Callable[[NDArray[np.float32], Sampling, int, int], int]
+#: (logits of one row, how to choose, number of the output token) -> token id, or RequestError.
+Sampler = Callable[[NDArray[np.float32], Sampling, int], int]
 #: Steps that the reported speed is an average of.
 _RECENT = 64
 
@@ -72,9 +73,10 @@ class Engine:
         executor: Executor,
         pool: StatePool,
         scheduler: Scheduler,
-        sampler: Sampler,
         end_tokens: Collection[int],
         limit: int,
+        *,
+        sampler: Sampler = sample,
         routed: Callable[[Routing], None] = lambda routing: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,6 +103,11 @@ class Engine:
     def running(self) -> int:
         """Sequences that hold state."""
         return len(self._running)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the next chunk of a prompt."""
+        return self._scheduler.chunk_rows
 
     def submit(self, sequence: Sequence) -> None:
         """Take a sequence on; it is admitted in a later step."""
@@ -143,7 +150,7 @@ class Engine:
             self._waiting.popleft()
             self._running.append(sequence)
             sequence.clock.started = self._clock()
-            events.append(Admitted(sequence.request, sequence.tokens[: sequence.prompt], sequence.seed))
+            events.append(Admitted(sequence.request, sequence.tokens[: sequence.prompt], sequence.sampling.seed))
             if sequence.stops.stopped is not None or sequence.outputs >= sequence.max_tokens:
                 events.append(self._finish(sequence, "length"))
         return events
@@ -192,18 +199,10 @@ class Engine:
         row = next(logits)
         sequence.clock.first_token = sequence.clock.first_token or now
         try:
-            token = self._sample(sequence, row)
+            token = self._sampler(row, sequence.sampling, sequence.outputs)
         except RequestError as error:
             return [*events, self._fail(sequence, error)]
         return events + self._take(sequence, token)
-
-    def _sample(self, sequence: Sequence, logits: NDArray[np.float32]) -> int:
-        if not np.isfinite(logits).all():
-            raise RequestError(
-                f"the model's logits after {sequence.computed} positions are not finite",
-                fix="the model file may be bad",
-            )
-        return self._sampler(logits, sequence.sampling, sequence.seed, sequence.outputs)
 
     def _take(self, sequence: Sequence, token: int) -> list[Message]:
         """The consequences of a new output token."""
@@ -233,7 +232,7 @@ class Engine:
         self.counts.finished += 1
         timings = sequence.clock.timings(self._clock())
         return Done(
-            sequence.request, reason, stop, text, sequence.prompt, sequence.outputs, sequence.seed, timings
+            sequence.request, reason, stop, text, sequence.prompt, sequence.outputs, sequence.sampling.seed, timings
         )  # fmt: skip
 
     def _fail(self, sequence: Sequence, error: RequestError) -> Message:

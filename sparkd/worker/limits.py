@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sparkd.errors import RequestError
 
 
@@ -15,3 +17,10 @@ def check_length(prompt: int, max_tokens: int, context: int) -> None:
             f" a request may have {context}",
             fix="shorten the prompt, ask for fewer tokens, or raise limits.context",
         )
+
+
+def check_tokens(tokens: Sequence[int], vocab: int) -> None:
+    """RequestError naming the first id that is not in a vocabulary of `vocab` tokens."""
+    outside = next((token for token in tokens if not 0 <= token < vocab), None)
+    if outside is not None:
+        raise RequestError(f"token {outside} is not in the vocabulary", fix=f"ids are 0 to {vocab - 1}")

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparkd.ipc.messages import Sampling, Timings
+from sparkd.ipc.messages import Timings
 from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.stop import StopMatcher
+from sparkd.worker.sampler import Sampling
 from sparkd.worker.state import Holding
 
 
@@ -39,14 +40,13 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's ids and state. `known` ids (prompt, and outputs of an earlier run) are there from the start."""
+    """A request's ids and state. The first `known` ids (prompt, outputs of an earlier run) are there from the start."""
 
     request: int
     tokens: list[int]
     prompt: int
     max_tokens: int
     sampling: Sampling
-    seed: int
     ignore_eos: bool
     detokenizer: Detokenizer
     stops: StopMatcher

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.ipc.messages import Sampling
 from sparkd.text.stop import StopMatcher
+from sparkd.worker.sampler import Sampling
 from sparkd.worker.scheduler import FIRST_CHUNK, Scheduler
 from sparkd.worker.sequences import Clock, Sequence
 
@@ -23,7 +23,7 @@ class NoText:
 
 def sequence(request: int, known: int, computed: int) -> Sequence:
     made = Sequence(
-        request, [0] * known, known, 10, Sampling(), 0, True, NoText(), StopMatcher([]), Clock()  # type: ignore[arg-type]
+        request, [0] * known, known, 10, Sampling(), True, NoText(), StopMatcher([]), Clock()  # type: ignore[arg-type]
     )  # fmt: skip
     made.computed = computed
     if computed == known:

@@ -115,6 +115,6 @@ def test_messages_that_are_not_for_a_store_are_refused(service):
 
 def test_status_tells_sizes_and_residents(full, service):
     status = service.status()
-    assert status["resident_per_layer"] == [8] * 7
+    assert status["layers"] == [{"records": 8, "resident": 8}] * 7
     assert status["bytes_loaded"] == status["bytes_total"] == status["bytes_read"] == full.loader.total
     assert sum(slab["slots"] for slab in status["slabs"]) == status["records"] == 56

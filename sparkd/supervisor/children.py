@@ -1,0 +1,184 @@
+"""The supervisor's children: started in order, restarted after a crash, stopped in reverse order.
+
+    down ──start──► starting ──Ready──► ready
+      ▲                │ exit              │ exit
+      │◄── backoff ────┴───────────────────┘
+      │
+      └── too many crashes, or it said itself that it cannot go on ──► failed
+
+A child belongs to a process group of its own (Ctrl-C reaches the supervisor alone) and is killed by the kernel when the
+supervisor ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+
+from sparkd.ipc.messages import Json
+from sparkd.ipc.sockets import RunDirectory
+
+#: Seconds before the first restart; each further crash doubles them.
+_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+#: This many crashes within this many seconds are a crash loop.
+_LOOP_CRASHES = 6
+_LOOP_S = 60.0
+#: Seconds a child has to end in order.
+STOP_S = 5.0
+_MODULES = {
+    "store": "sparkd.store.main",
+    "worker": "sparkd.worker.main",
+    "calibrator": "sparkd.calibration.main",
+}
+
+
+class Condition(enum.Enum):
+    """What a child is doing; the module's diagram shows how it changes."""
+
+    DOWN = "stopped"
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class ChildProcess:
+    """One role and the process that fills it now. `needs_arena`: the arena's descriptor is inherited."""
+
+    role: str
+    needs_arena: bool
+    condition: Condition = Condition.DOWN
+    process: subprocess.Popen[bytes] | None = None
+    pidfd: int = -1
+    restarts: int = -1
+    reason: str = ""
+    last_words: str = ""
+    beat: float | None = None
+    restart_at: float | None = None
+    crashes: deque[float] = field(default_factory=lambda: deque(maxlen=_LOOP_CRASHES))
+    #: The child's part of the status document, as it told it last.
+    status: dict[str, Json] = field(default_factory=dict)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, None while there is none."""
+        return None if self.process is None else self.process.pid
+
+    @property
+    def address(self) -> bytes:
+        """Its routing id on the control socket."""
+        return f"{self.role}/{self.pid}".encode()
+
+
+class Children:
+    """All children of one daemon."""
+
+    def __init__(self, run_dir: RunDirectory, settings: str, arena_fd: int, calibrate: bool) -> None:
+        self._run_dir = run_dir
+        self._settings = settings
+        self._arena_fd = arena_fd
+        roles = [ChildProcess("store", True), ChildProcess("worker", True)]
+        if calibrate:
+            roles.append(ChildProcess("calibrator", False))
+        self.by_role = {child.role: child for child in roles}
+        self._stop_at: float | None = None
+
+    def __getitem__(self, role: str) -> ChildProcess:
+        return self.by_role[role]
+
+    def all(self) -> list[ChildProcess]:
+        """Every child, in the order of starting."""
+        return list(self.by_role.values())
+
+    @property
+    def running(self) -> list[ChildProcess]:
+        """Children that have a process."""
+        return [child for child in self.all() if child.process is not None]
+
+    def start(self, child: ChildProcess, now: float) -> None:
+        """Start a process for a role."""
+        command = [sys.executable, "-P", "-m", _MODULES[child.role], "--run-dir", str(self._run_dir.path)]
+        command += ["--settings", self._settings, "--parent", str(os.getpid())]
+        inherited: tuple[int, ...] = ()
+        if child.needs_arena:
+            command += ["--arena-fd", str(self._arena_fd)]
+            inherited = (self._arena_fd,)
+        child.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=inherited, process_group=0
+        )
+        child.pidfd = os.pidfd_open(child.process.pid)
+        child.condition = Condition.STARTING
+        child.restarts += 1
+        child.restart_at = None
+        child.last_words = ""
+        child.beat = now
+
+    def reap(self, child: ChildProcess, now: float) -> None:
+        """The process of `child` has ended: note why, and decide what comes next."""
+        assert child.process is not None
+        code = child.process.wait()
+        os.close(child.pidfd)
+        child.process, child.pidfd = None, -1
+        child.status = {}
+        child.condition = Condition.DOWN
+        if self._stop_at is not None:
+            return
+        child.crashes.append(now)
+        child.reason = child.last_words or f"the {child.role} {_ending(code)}"
+        in_loop = len(child.crashes) == _LOOP_CRASHES and now - child.crashes[0] < _LOOP_S
+        if in_loop:
+            child.reason += f", {_LOOP_CRASHES} times within {now - child.crashes[0]:.0f} s"
+        if in_loop or child.last_words:
+            child.condition = Condition.FAILED
+        else:
+            recent = sum(now - at < _LOOP_S for at in child.crashes)
+            child.restart_at = now + min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (recent - 1))
+
+    def tick(self, now: float) -> None:
+        """Start what is due; while stopping, go on to the next child or lose patience."""
+        if self._stop_at is None:
+            for child in self.all():
+                if child.restart_at is not None and now >= child.restart_at:
+                    self.start(child, now)
+            return
+        if now >= self._stop_at:
+            for child in self.running:
+                self._signal(child, signal.SIGKILL)
+        elif [child.role for child in self.running] == ["store"]:
+            self._signal(self["store"], signal.SIGTERM)
+
+    def stop(self, now: float) -> None:
+        """Have all end: the store last, since the others use what it owns."""
+        self._stop_at = now + STOP_S
+        for child in self.running:
+            if child.role != "store":
+                self._signal(child, signal.SIGTERM)
+        self.tick(now)
+
+    def kill(self) -> None:
+        """End all processes at once and wait for them."""
+        for child in self.running:
+            self._signal(child, signal.SIGKILL)
+            assert child.process is not None
+            child.process.wait()
+            os.close(child.pidfd)
+            child.process = None
+
+    def _signal(self, child: ChildProcess, number: signal.Signals) -> None:
+        assert child.process is not None
+        child.process.send_signal(number)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

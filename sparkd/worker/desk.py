@@ -1,0 +1,137 @@
+"""Text work beside the steps: a thread that turns orders into sequences, so that nobody's decoding waits for a prompt.
+
+Orders go in with `put`; results come out with `take`, in order, and `woken` (an inproc socket of the worker's context)
+becomes readable when there is one.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+
+import zmq
+
+from sparkd.errors import SparkError
+from sparkd.gguf.metadata import Metadata
+from sparkd.ipc.messages import Encode, Encoded, Refused, Run
+from sparkd.text.chat import ChatTemplate
+from sparkd.text.detokenizer import Detokenizer
+from sparkd.text.stop import StopMatcher
+from sparkd.text.tokenizer import Tokenizer
+from sparkd.worker.limits import check_length, check_tokens
+from sparkd.worker.sampler import Sampling
+from sparkd.worker.sequences import Clock, Sequence
+
+#: Bits of a drawn seed: few enough to survive a JSON reader that knows only doubles.
+_SEED_BITS = 53
+
+Order = Run | Encode
+Result = Sequence | Refused | Encoded
+
+
+class Texts:
+    """What the desk knows of the model: its tokenizer, its chat template if it has a usable one, its limits."""
+
+    def __init__(self, metadata: Metadata, context: int, vocab: int) -> None:
+        """SparkError when the file describes no tokenizer; a missing template only fails requests that need it."""
+        self.tokenizer = Tokenizer.from_metadata(metadata)
+        self.context = context
+        self.vocab = vocab
+        self._template: ChatTemplate | SparkError
+        try:
+            self._template = ChatTemplate.from_metadata(metadata, self.tokenizer)
+        except SparkError as error:
+            self._template = error
+
+    def work(self, order: Order) -> Result:
+        """Do one order; a request that cannot be done is Refused (or an Encoded with its error)."""
+        if isinstance(order, Encode):
+            try:
+                return Encoded(order.job, self.tokenizer.encode(order.text, special=order.special))
+            except SparkError as error:
+                return Encoded(order.job, None, str(error))
+        try:
+            return self._sequence(order)
+        except SparkError as error:
+            return Refused(order.request, error.code, str(error))
+
+    def close(self) -> None:
+        """End the template's process."""
+        if isinstance(self._template, ChatTemplate):
+            self._template.close()
+
+    def _sequence(self, run: Run) -> Sequence:
+        clock = Clock(arrived=time.monotonic())
+        prompt = self._prompt(run)
+        check_length(len(prompt), run.max_tokens, self.context)
+        check_tokens(prompt, self.vocab)
+        seed = run.sampling.seed if run.sampling.seed is not None else secrets.randbits(_SEED_BITS)
+        sampling = Sampling(run.sampling.temperature, run.sampling.top_k, run.sampling.top_p, seed)
+        detokenizer, stops = Detokenizer(self.tokenizer), StopMatcher(run.stop)
+        for token in run.produced:
+            stops.push(detokenizer.push(token))
+        return Sequence(
+            run.request,
+            [*prompt, *run.produced],
+            len(prompt),
+            run.max_tokens,
+            sampling,
+            run.ignore_eos,
+            detokenizer,
+            stops,
+            clock,
+        )
+
+    def _prompt(self, run: Run) -> list[int]:
+        if run.tokens is not None:
+            return run.tokens
+        if run.prompt is not None:
+            return self.tokenizer.encode(run.prompt, special=True, bos=True)
+        if isinstance(self._template, SparkError):
+            raise self._template
+        return self._template.encode(run.chat or [], run.tools, options=run.options).ids
+
+
+class Desk:
+    """The thread and its two queues."""
+
+    _ADDRESS = "inproc://desk"
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], texts: Texts) -> None:
+        self._texts = texts
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self.woken = context.socket(zmq.PULL)
+        self.woken.bind(self._ADDRESS)
+        self._waker = context.socket(zmq.PUSH)
+        self._waker.connect(self._ADDRESS)
+        self._thread = threading.Thread(target=self._run, name="text", daemon=True)
+        self._thread.start()
+
+    def put(self, order: Order) -> None:
+        """Have `order` done after those that wait."""
+        self._orders.put(order)
+
+    def take(self) -> list[Result]:
+        """What has been done since the last call."""
+        while self.woken.poll(0):
+            self.woken.recv()
+        results = []
+        while not self._results.empty():
+            results.append(self._results.get())
+        return results
+
+    def close(self) -> None:
+        """End the thread after the order it is doing."""
+        self._orders.put(None)
+        self._thread.join()
+        self.woken.close(linger=0)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._results.put(self._texts.work(order))
+            self._waker.send(b"")
+        self._waker.close(linger=0)
+        self._texts.close()

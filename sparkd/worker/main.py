@@ -1,0 +1,24 @@
+"""The worker's process: tokenizes, schedules, computes and samples.
+
+python -m sparkd.worker.main --run-dir DIR --settings JSON --arena-fd N [--parent PID]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sparkd.ipc.child import parse_arguments, run_child
+from sparkd.worker.server import WorkerServer
+
+ROLE = "worker"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until Stop, SIGTERM, or a failure that the supervisor is told about."""
+    given = parse_arguments(ROLE, argv)
+    return run_child(ROLE, given, lambda child: WorkerServer(child, given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""The worker at work: messages in, one step at a time, results out.
+
+    waiting for the store ──Attached──► building ──► waiting for weights ──all resident──► serving
+
+Text work has a thread of its own (`Desk`), heartbeats have theirs (`Child`); everything else happens here, between two
+steps: a cancelled request costs one more step at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkd.config import Settings
+from sparkd.errors import UnavailableError
+from sparkd.executors.native import NativeExecutor, StateMemory
+from sparkd.gguf.formats import Format
+from sparkd.gguf.model_file import ModelFile
+from sparkd.graph.program import Program
+from sparkd.graph.state import StateLayout
+from sparkd.ipc.child import Child, ChildArguments
+from sparkd.ipc.memory import Region
+from sparkd.ipc.messages import (
+    Abort,
+    Attach,
+    Attached,
+    Done,
+    Encode,
+    Json,
+    Message,
+    Ready,
+    Routed,
+    Run,
+    StatusAnswer,
+    StatusQuery,
+    Timings,
+)
+from sparkd.ipc.sockets import Channel, PeerSlow
+from sparkd.kernels import available
+from sparkd.models import build_program
+from sparkd.store.arena import Arena
+from sparkd.store.plan import STEP_ROWS
+from sparkd.worker.desk import Desk, Texts
+from sparkd.worker.engine import Engine, Routing
+from sparkd.worker.scheduler import Scheduler
+from sparkd.worker.sequences import Sequence
+from sparkd.worker.state import PoolSize, StatePool
+from sparkd.worker.threads import count_threads
+
+#: This worker's place among the step counters of the directory.
+_WORKER = 0
+_IDLE_S = 5.0
+_POLL_S = 0.05
+#: Steps of routed ids that may wait for the calibrator.
+_ROUTED_WAITING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What exists once the model is known."""
+
+    model: str
+    arena: Arena
+    texts: Texts
+    size: PoolSize
+    pool: StatePool
+    engine: Engine
+    threads: int
+    isa: str
+
+
+class WorkerServer:
+    """One worker: waits for weights, then serves until told to stop."""
+
+    def __init__(self, child: Child, given: ChildArguments) -> None:
+        """Map the arena and link to store and calibrator."""
+        self._child = child
+        self._settings = Settings.from_json(given.settings)
+        self._region = Region.map(given.arena_fd)
+        self._store = Channel.dealer(child.context, given.run_dir.store)
+        self._calibrator: Channel | None = None
+        if self._settings.calibration.enabled:
+            self._calibrator = Channel.push(child.context, given.run_dir.calibrator, _ROUTED_WAITING)
+        self._dropped_steps = 0
+        self._desk: Desk | None = None
+        self._parts: Parts | None = None
+        #: Requests that were aborted while the desk still has them.
+        self._dropped: set[int] = set()
+        self._at_desk: set[int] = set()
+
+    def run(self) -> None:
+        """Attach, build, wait for the weights, serve. SparkError when the model cannot be run."""
+        attached = self._attach()
+        if attached is None:
+            return
+        arena = Arena.attach(self._region, self._build_program)
+        texts = Texts(arena.model.metadata, self._context(arena.program), arena.program.vocab)
+        self._desk = Desk(self._child.context, texts)
+        if not self._wait_for_weights(arena):
+            return
+        self._parts = self._build(attached.model, arena, texts)
+        self._child.send(Ready(self._child.role, self._status()))
+        self._serve(self._desk, self._parts.engine)
+
+    def close(self) -> None:
+        """End the text thread and the links."""
+        if self._desk is not None:
+            self._desk.close()
+        if self._calibrator is not None:
+            self._calibrator.close()
+        self._store.close()
+
+    # ---- until ready ----
+
+    def _attach(self) -> Attached | None:
+        """The store's answer; None when told to stop before it came."""
+        self._store.send(Attach(_WORKER, ""))
+        while self._child.running:
+            self._answer_queries(_IDLE_S, self._store)
+            answer = self._store.receive()
+            if isinstance(answer, Attached):
+                if answer.error is not None:
+                    raise UnavailableError(answer.error)
+                return answer
+        return None
+
+    def _wait_for_weights(self, arena: Arena) -> bool:
+        """True once every record is resident; false when told to stop before."""
+        records = sum(layer.experts for layer in arena.program.expert_layers)
+        while self._child.running:
+            if arena.core_loaded and sum(arena.directory.residents()) == records:
+                return True
+            self._answer_queries(_POLL_S)
+        return False
+
+    def _answer_queries(self, seconds: float, *channels: Channel) -> None:
+        for msg in self._child.wait(seconds, *(c.socket for c in channels)):
+            if isinstance(msg, StatusQuery):
+                self._child.send(StatusAnswer(msg.job, self._child.role, self._status()))
+            else:
+                raise RuntimeError(f"{type(msg).__name__} came before this worker was ready")
+
+    def _build_program(self, model: ModelFile) -> Program:
+        return build_program(model, self._settings.numerics.yarn)
+
+    def _context(self, program: Program) -> int:
+        return min(self._settings.limits.context, program.context)
+
+    def _build(self, model: str, arena: Arena, texts: Texts) -> Parts:
+        settings, program = self._settings, arena.program
+        layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
+        size = PoolSize.worst_case(layout, settings.limits.sequences, self._context(program), STEP_ROWS)
+        pool = StatePool(layout, size, STEP_ROWS)
+        threads = count_threads(settings.cpu.threads)
+        isa = available()[0] if settings.cpu.isa == "auto" else settings.cpu.isa
+        memory = StateMemory.allocate(layout, size.pages, size.records)
+        executor = NativeExecutor(program, arena, layout, memory, max_rows=STEP_ROWS, threads=threads, isa=isa)
+        engine = Engine(
+            executor,
+            pool,
+            Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000),
+            texts.tokenizer.end_of_generation_ids,
+            settings.limits.sequences,
+            routed=self._report_routing,
+        )
+        return Parts(model, arena, texts, size, pool, engine, threads, isa)
+
+    # ---- serving ----
+
+    def _serve(self, desk: Desk, engine: Engine) -> None:
+        child = self._child
+        while child.running:
+            for msg in child.wait(0.0 if engine.busy else _IDLE_S, desk.woken):
+                self._take(msg, desk, engine)
+            for result in desk.take():
+                self._take_result(result, engine)
+            if engine.busy:
+                child.advanced(busy=True)
+                self._send(engine.step())
+                if not engine.busy:
+                    child.advanced(busy=False)
+
+    def _take(self, msg: Message, desk: Desk, engine: Engine) -> None:
+        match msg:
+            case Run():
+                self._at_desk.add(msg.request)
+                desk.put(msg)
+            case Encode():
+                desk.put(msg)
+            case Abort() if msg.request in self._at_desk:
+                self._at_desk.discard(msg.request)
+                self._dropped.add(msg.request)
+                nothing = Timings(0.0, 0.0, 0.0)
+                self._child.send(Done(msg.request, "cancelled", None, "", 0, 0, 0, nothing))
+            case Abort():
+                self._send(engine.abort(msg.request))
+            case StatusQuery():
+                self._child.send(StatusAnswer(msg.job, self._child.role, self._status()))
+            case _:
+                raise RuntimeError(f"a worker takes no {type(msg).__name__}")
+
+    def _take_result(self, result: Message | Sequence, engine: Engine) -> None:
+        request = getattr(result, "request", None)
+        if request in self._dropped:
+            self._dropped.discard(request)
+            return
+        self._at_desk.discard(request)
+        if isinstance(result, Sequence):
+            engine.submit(result)
+        else:
+            self._child.send(result)
+
+    def _send(self, msgs: list[Message]) -> None:
+        for msg in msgs:
+            self._child.send(msg)
+
+    def _report_routing(self, routing: Routing) -> None:
+        """Hand a step's routing to the calibrator, or drop it whole and count that: decoding never waits for it."""
+        if self._calibrator is None or self._parts is None:
+            return
+        layers, rows, top_k = routing.ids.shape
+        experts = max((layer.experts for layer in self._parts.arena.program.expert_layers), default=0)
+        ids = np.ascontiguousarray(routing.ids, "<i2").tobytes()
+        msg = Routed(routing.step, self._parts.model, layers, experts, rows, top_k, routing.decode.tobytes(), ids)
+        try:
+            self._calibrator.send(msg)
+        except PeerSlow:
+            self._dropped_steps += 1
+
+    # ---- status ----
+
+    def _status(self) -> dict[str, Json]:
+        """This worker's part of the status document (docs/status.md)."""
+        parts = self._parts
+        if parts is None:
+            return {}
+        engine, layout = parts.engine, parts.pool.layout
+        return {
+            "state_bytes": parts.size.bytes(layout),
+            "state_used_bytes": parts.pool.used_bytes(),
+            "running": engine.running,
+            "dropped_steps": self._dropped_steps,
+            "speed": {
+                "prefill_tokens_s": engine.prefill.per_second,
+                "decode_tokens_s": engine.decode.per_second,
+                "steps": engine.counts.steps,
+                "chunk_rows": engine.chunk_rows,
+            },
+            "executor": {
+                "kind": "native",
+                "isa": parts.isa,
+                "threads": parts.threads,
+                "max_rows": STEP_ROWS,
+                "kv_type": self._settings.kv.type,
+                "types": {f.name: f.arithmetic.value for f in _formats(parts.arena) if f.arithmetic is not None},
+            },
+        }
+
+
+def _formats(arena: Arena) -> list[Format]:
+    """The types of all tensors that are computed with, by id."""
+    model = arena.model
+    used = [model.tensors[name].format for name in arena.layout.core]
+    used += [piece.format for records in arena.layout.layers for piece in records.pieces]
+    return sorted(set(used), key=lambda f: f.id)
