@@ -30,7 +30,7 @@ def run(settings: Settings, run_dir: RunDirectory, ready: Callable[[], None] | N
     SparkError when the daemon cannot start: the plan does not fit, another daemon is there, a child refuses.
     """
     logging.basicConfig(format="sparkd: %(levelname)s: %(message)s", level=settings.log.level.upper())
-    client = ClientSocket(_client_path(settings, run_dir), _group(settings.socket.group))
+    client = ClientSocket(client_path(settings, run_dir), _group(settings.socket.group))
     with RunLock(run_dir, client.path, client.group):
         planned = plan(settings)
         with (
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _client_path(settings: Settings, run_dir: RunDirectory) -> Path:
+def client_path(settings: Settings, run_dir: RunDirectory) -> Path:
+    """Where apps will connect."""
     return Path(settings.socket.path).expanduser().absolute() if settings.socket.path else run_dir.client
 
 
