@@ -11,6 +11,24 @@ int scale_elements(Class cls) { return cls == Class::INT32 ? 32 : 256; }
 
 bool float_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % alignof(float) == 0; }
 
+// out = q * scale of its sub-block. Shaped for the vectoriser: sub-blocks of 16 are too short for it, so their scales are
+// spread over a whole block first.
+void multiply_scales_16(const int8_t* __restrict q, const int16_t* __restrict scale, int columns,
+                        int16_t* __restrict out) {
+    int16_t wide[256];
+    for (int block = 0; block < columns; block += 256) {
+        for (int s = 0; s < 16; ++s)
+            for (int e = 0; e < 16; ++e) wide[16 * s + e] = scale[block / 16 + s];
+        for (int e = 0; e < 256; ++e) out[block + e] = static_cast<int16_t>(q[block + e] * wide[e]);
+    }
+}
+
+void multiply_scales_32(const int8_t* __restrict q, const int16_t* __restrict scale, int columns,
+                        int16_t* __restrict out) {
+    for (int s = 0; s < columns / 32; ++s)
+        for (int e = 0; e < 32; ++e) out[32 * s + e] = static_cast<int16_t>(q[32 * s + e] * scale[s]);
+}
+
 }  // namespace
 
 Weight::Weight(uint64_t address, int type, int64_t rows, int columns)
@@ -68,28 +86,72 @@ const Activations& Forms::get(ThreadPool& pool, Class cls) {
 
 void WeightRow::reserve(int columns) {
     const size_t floats = static_cast<size_t>(std::max<int64_t>(columns, int_row_bytes(columns) / 4 + 1));
-    if (memory_.size() < floats) memory_.resize(floats);
+    if (unpacked_.size() < floats) unpacked_.resize(floats);
+    if (scaled_.size() < static_cast<size_t>(columns)) {
+        scaled_.resize(static_cast<size_t>(columns));
+        minima_.resize(static_cast<size_t>(columns / 16));
+    }
 }
 
 void WeightRow::load(const Weight& weight, int64_t index) {
     const uint8_t* row = weight.row(index);
     floats_ = nullptr;
     if (weight.format->cls != Class::FLOAT) {
-        integers_ = int_row(memory_.data(), weight.columns);
+        integers_ = int_row(unpacked_.data(), weight.columns);
         unpack_row(weight.format->id, row, weight.columns, integers_);
+        fold(integers_);
     } else if (weight.format->id == F32 && float_aligned(row)) {
         floats_ = reinterpret_cast<const float*>(row);
     } else {
-        dequantise_row(weight.format->id, row, weight.columns, memory_.data());
-        floats_ = memory_.data();
+        dequantise_row(weight.format->id, row, weight.columns, unpacked_.data());
+        floats_ = unpacked_.data();
     }
+}
+
+void WeightRow::fold(const IntRow& row) {
+    if (row.format->sub == 16)
+        multiply_scales_16(row.q, row.scale, row.columns, scaled_.data());
+    else
+        multiply_scales_32(row.q, row.scale, row.columns, scaled_.data());
+    if (row.format->offset)
+        for (int i = 0; i < row.columns / 16; ++i) minima_[static_cast<size_t>(i)] = row.min[16 * i / row.format->sub];
+}
+
+template <int BLOCK, bool OFFSET>
+float WeightRow::integer_product(const int8_t* q, const float* a, const int16_t* sums) const {
+    float partial[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    for (int i = 0; i < integers_.columns / BLOCK; ++i) {
+        const int16_t* w = scaled_.data() + i * BLOCK;
+        const int8_t* x = q + i * BLOCK;
+        int32_t isum = 0;
+        for (int e = 0; e < BLOCK; ++e) isum += w[e] * x[e];
+        float t;
+        if constexpr (OFFSET) {
+            const int16_t* min = minima_.data() + i * (BLOCK / 16);
+            const int16_t* sum = sums + i * (BLOCK / 16);
+            int32_t msum = 0;
+            for (int s = 0; s < BLOCK / 16; ++s) msum += min[s] * sum[s];
+            t = fma(integers_.d[i] * a[i], static_cast<float>(isum),
+                    (integers_.offset[i] * a[i]) * static_cast<float>(msum));
+        } else {
+            t = (integers_.d[i] * a[i]) * static_cast<float>(isum);
+        }
+        float& class_sum = partial[(i * BLOCK / 256) % 8];
+        class_sum = class_sum + t;
+    }
+    return halving_tree(partial, 8);
 }
 
 float WeightRow::product(const Activations& x, int64_t row) const {
     const int64_t first = row * x.columns;
     if (floats_ != nullptr) return dot32(x.floats + first, floats_, x.columns);
-    return spark::product(integers_, x.q.data() + first, x.a.data() + first / scale_elements(x.cls),
-                          x.sums.data() + first / 16);
+    const int8_t* q = x.q.data() + first;
+    const float* a = x.a.data() + first / scale_elements(x.cls);
+    const int16_t* sums = x.sums.data() + first / 16;
+    const bool offset = integers_.format->offset;
+    if (x.cls == Class::INT32)
+        return offset ? integer_product<32, true>(q, a, sums) : integer_product<32, false>(q, a, sums);
+    return offset ? integer_product<256, true>(q, a, sums) : integer_product<256, false>(q, a, sums);
 }
 
 }  // namespace spark

@@ -68,7 +68,9 @@ class Forms {
     std::array<bool, 3> ready_ = {};
 };
 
-// One weight row, unpacked into memory of its own.
+// One weight row, unpacked into memory of its own. Of the integer classes the scales of sub-blocks are multiplied into the
+// weights (|q * scale| < 2^15 for every format), which leaves one long integer sum per block: exact, so the bits are those
+// of spark::product, which defines them.
 class WeightRow {
   public:
     void reserve(int columns);
@@ -76,9 +78,15 @@ class WeightRow {
     float product(const Activations& x, int64_t row) const;
 
   private:
-    std::vector<float> memory_;
+    void fold(const IntRow& row);
+    template <int BLOCK, bool OFFSET>
+    float integer_product(const int8_t* q, const float* a, const int16_t* sums) const;
+
+    std::vector<float> unpacked_;   // floats, or an IntRow
+    std::vector<int16_t> scaled_;   // [columns]: q * scale
+    std::vector<int16_t> minima_;   // [columns / 16], formats with an offset
     IntRow integers_ = {};
-    const float* floats_ = nullptr;  // null: integers_
+    const float* floats_ = nullptr;  // null: integers
 };
 
 }  // namespace spark
