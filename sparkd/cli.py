@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,10 +55,23 @@ def _serve(args: argparse.Namespace) -> int:
     settings = load(_files(args), flags=_flags(args))
     if not settings.model.path:
         raise ConfigError("no model to serve", fix="name one: sparkd serve MODEL.gguf, or set model.path")
+    from spark_client.address import find_socket
     from sparkd.ipc.sockets import RunDirectory
     from sparkd.supervisor.main import run
 
-    return run(settings, RunDirectory(args.run_dir.absolute()) if args.run_dir else RunDirectory.default())
+    run_dir = RunDirectory(args.run_dir.absolute()) if args.run_dir else RunDirectory.default()
+    socket = Path(settings.socket.path).expanduser().absolute() if settings.socket.path else run_dir.client
+    option = "" if find_socket() == socket else f" --socket {shlex.quote(str(socket))}"
+
+    def ready() -> None:
+        _say(f"ready; ask it in another terminal: sparkctl generate{option} --chat 'Who are you?'; Ctrl-C stops it")
+
+    _say(f"socket {socket}; loading is shown by: sparkctl status{option}")
+    return run(settings, run_dir, ready)
+
+
+def _say(line: str) -> None:
+    print(f"sparkd: {line}", file=sys.stderr)
 
 
 def _config(args: argparse.Namespace) -> int:

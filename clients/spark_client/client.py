@@ -137,7 +137,7 @@ class Client:
         return self._ask(Protocol.status, m.StatusReply).status
 
     def close(self) -> None:
-        """Cancel what still runs and leave. Streams that are read afterwards raise SparkClientError."""
+        """Leave; the daemon ends what still runs. Streams that are read afterwards raise SparkClientError."""
         self._link.close()
 
     def __enter__(self) -> Self:

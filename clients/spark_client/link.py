@@ -89,10 +89,10 @@ class Link:
         self._wake()
 
     def close(self) -> None:
-        """Cancel what is open, send it, and end the thread. May be called twice."""
+        """Say goodbye, which ends what is open, and end the thread. May be called twice."""
         with self._locked():
-            for tag in self._protocol.open_requests():
-                self._protocol.cancel(tag)
+            if not self._closing:
+                self._protocol.bye()
             self._closing = True
         self._thread.join()
 

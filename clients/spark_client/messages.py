@@ -4,7 +4,7 @@ A message is one msgpack map: `v` (protocol version), `t` (type), and the fields
 `decode` validates on receipt: size, nesting, type of every field, no unknown and no missing field. This file imports
 nothing of the project: the client package carries an identical copy.
 
-    app ── Hello, Generate, Credit, Cancel, Tokenize, StatusRequest, Ping ──► supervisor
+    app ── Hello, Generate, Credit, Cancel, Tokenize, StatusRequest, Ping, Bye ──► supervisor
     app ◄── Welcome, Accepted, Progress, Chunk, Finished, Failed, Tokens, StatusReply, Pong ── supervisor
     supervisor ── Run, Abort, Encode, StatusQuery, Stop ──► child
     supervisor ◄── ChildHello, ChildProgress, Ready, Heartbeat, Admitted, Prefilled, Produced, Done, Refused, Encoded,
@@ -226,6 +226,11 @@ class Ping:
     """Keeps the lease of a connection alive."""
 
     tag: int
+
+
+@message("bye")
+class Bye:
+    """Last message of a connection: its requests end, its lease with them. Nothing is answered."""
 
 
 @message("pong")

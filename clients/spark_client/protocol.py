@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +74,10 @@ class Protocol:
         """Keep the lease alive; Failed under the tag `CONNECTION` comes back when it has lapsed already."""
         self._send(m.Ping(tag=CONNECTION))
 
+    def bye(self) -> None:
+        """Close the conversation; open requests end with it."""
+        self._send(m.Bye())
+
     def consumed(self, tag: int) -> None:
         """The app took one chunk of a request; grants credit each time half of it is used."""
         state = self._requests.get(tag)
@@ -95,10 +98,6 @@ class Protocol:
         elif state.state is _State.ACCEPTED:
             state.state = _State.CANCELLED
             self._send(m.Cancel(request=state.request))
-
-    def open_requests(self) -> Sequence[int]:
-        """Tags of the requests that are not over."""
-        return tuple(self._requests)
 
     def receive(self, data: bytes) -> tuple[int | None, m.Message]:
         """One message of the server and the tag of the call it belongs to; None: a request that is over already.

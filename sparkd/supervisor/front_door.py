@@ -164,6 +164,8 @@ class FrontDoor:
                 self.status_asked.append((peer, msg.tag))
             case m.Ping():
                 self._send(peer, m.Pong(msg.tag))
+            case m.Bye():
+                self.gone(peer, now)
             case _:
                 self._send(peer, m.Failed(None, None, "protocol", f"apps do not send {type(msg).__name__}"))
 

@@ -136,11 +136,11 @@ def test_dropping_the_stream_cancels(fake_daemon: Start) -> None:
         assert daemon.wait_for(m.Cancel) == [m.Cancel(1000)]
 
 
-def test_closing_the_client_cancels_what_still_runs(fake_daemon: Start) -> None:
+def test_closing_the_client_says_goodbye_which_ends_what_still_runs(fake_daemon: Start) -> None:
     daemon = fake_daemon(endless=True)
     with Client(daemon.path) as client:
         streams = [client.generate("x") for _ in range(2)]
-    daemon.wait_for(m.Cancel, 2)
+    assert daemon.wait_for(m.Bye) == [m.Bye()]
     with pytest.raises(SparkClientError, match="the client is closed"):
         for _ in streams[0]:
             pass
