@@ -32,7 +32,9 @@ def main() -> None:
     model = ModelFile.open(given.model)
     program = build_program(model)
     layout = ArenaLayout.of(program, model)
-    print(f"{model.where}: arena {layout.total_bytes / 1e9:.2f} GB, records of {[s.record_bytes for s in layout.slabs]}")
+    print(
+        f"{model.where}: arena {layout.total_bytes / 1e9:.2f} GB, records of {[s.record_bytes for s in layout.slabs]}"
+    )
 
     def load(readers: int) -> int:
         with Region.create(layout.total_bytes) as region:

@@ -8,8 +8,9 @@
 `run_child` does this around an object with `run` and `close`; a `SparkError` out of it becomes ChildFailed.
 
 A child ends in three ways: the supervisor says Stop, somebody sends SIGTERM (both clear `running`), or the supervisor
-dies (the kernel kills the child at once, so that nobody holds memory for a daemon that is gone). SIGINT is left to the
-supervisor: a terminal sends it to every process of the group.
+dies (the kernel kills the child at once, so that nobody holds memory for a daemon that is gone; it watches the thread
+that started the child, which must be one that lives as long as the supervisor). SIGINT is left to the supervisor: a
+terminal sends it to every process of the group.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Child:
         self._wake.close()
         self._woken.close()
         self.control.close(flush_s=_FLUSH_S)
-        self.context.term()
+        self.context.destroy()
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.running = False

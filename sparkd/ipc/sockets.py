@@ -206,6 +206,7 @@ def _bind(socket: zmq.Socket[bytes], path: Path, mode: int, group: int) -> None:
     try:
         socket.bind(f"ipc://{path}")
     except zmq.ZMQError as error:
+        socket.close()
         raise ConfigError(f"cannot bind a socket here: {error.strerror}", where=str(path)) from None
     finally:
         os.umask(before)

@@ -1,7 +1,8 @@
 """Fills the arena from the model's files: core first, then expert layer by expert layer.
 
-Several threads read straight into the mapped memory (`preadv` releases the GIL). A record is published as soon as its
-three pieces are complete; what an earlier store already published is not read again.
+Several threads read, each through a buffer of its own that stays in the processor's cache; neither call holds the GIL.
+A record is published as soon as its three pieces are complete; what an earlier store already published is not read
+again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from sparkd.store.layout import Extent, core_extent, record_extents
 
 #: Threads that read at the same time.
 READERS = 4
-#: Bytes of one read of a core tensor, so that all readers share a big one and a stop is noticed soon.
+#: Bytes of a reader's buffer, hence of one read.
+_BUFFER = 1 << 20
+#: Bytes of a core tensor that one reader takes at a time, so that all share a big one and a stop is noticed soon.
 _PIECE = 8 << 20
 _Job = TypeVar("_Job")
 
@@ -51,7 +54,7 @@ class Loader:
         """Read everything that is not resident yet; returns when it is.
 
         ModelFileError: a file is not the one that was opened first (names both identities), cannot be read, or ends
-        early. LoadCancelled after `cancel`.
+        early. BudgetError: memory ran out. LoadCancelled after `cancel`.
         """
         with ExitStack() as stack:
             self._files = [_open(shard, stack) for shard in self._arena.model.shards]
@@ -66,12 +69,13 @@ class Loader:
         """Make `load` stop soon; for another thread."""
         self._cancelled.set()
 
-    def _run(self, jobs: Iterable[_Job], work: Callable[[_Job], None]) -> None:
+    def _run(self, jobs: Iterable[_Job], work: Callable[[_Job, memoryview], None]) -> None:
         """Do `work` on every job in order of their start, several at a time; the first failure ends all."""
         queue = iter(jobs)
         failures: list[BaseException] = []
 
         def reader() -> None:
+            buffer = memoryview(bytearray(_BUFFER))
             while not failures:
                 with self._lock:
                     job = next(queue, None)
@@ -80,7 +84,7 @@ class Loader:
                 try:
                     if self._cancelled.is_set():
                         raise LoadCancelled
-                    work(job)
+                    work(job, buffer)
                 except BaseException as error:
                     failures.append(error)
 
@@ -92,7 +96,7 @@ class Loader:
         if failures:
             raise failures[0]
 
-    def _load_record(self, record: tuple[int, int]) -> None:
+    def _load_record(self, record: tuple[int, int], buffer: memoryview) -> None:
         layer, expert = record
         directory, layout = self._arena.directory, self._arena.layout
         extents = list(self._extents(layer, expert))
@@ -105,19 +109,19 @@ class Loader:
         directory.publish(layer, expert, Entry(State.LOADING, generation, slot))
         start = layout.record(layer, slot)
         for extent in extents:
-            self._fill(Extent(extent.shard, extent.source, start + extent.target, extent.size))
+            self._fill(Extent(extent.shard, extent.source, start + extent.target, extent.size), buffer)
         directory.publish(layer, expert, Entry(State.RESIDENT, generation, slot))
 
-    def _fill(self, extent: Extent) -> None:
+    def _fill(self, extent: Extent, buffer: memoryview) -> None:
         """Read an extent into the arena."""
-        target = self._arena.region.view(extent.target, extent.size)
         shard = self._arena.model.shards[extent.shard]
         got = 0
         while got < extent.size:
+            wanted = min(len(buffer), extent.size - got)
             try:
-                n = os.preadv(self._files[extent.shard], [target[got:]], extent.source + got)
+                n = os.preadv(self._files[extent.shard], [buffer[:wanted]], extent.source + got)
             except OSError as error:
-                place = f"{extent.size - got} bytes at byte {extent.source + got}"
+                place = f"{wanted} bytes at byte {extent.source + got}"
                 raise ModelFileError(f"cannot read {place}: {error.strerror}", where=str(shard.path)) from None
             if n == 0:
                 raise ModelFileError(
@@ -125,6 +129,7 @@ class Loader:
                     where=str(shard.path),
                     fix="the file was cut while it was read: copy or download it again",
                 )
+            self._arena.region.write(extent.target + got, buffer[:n])
             got += n
         self._count(extent.size, read=True)
 

@@ -52,6 +52,28 @@ def test_a_reader_cannot_write():
         assert not reader.array(0, 8).flags.writeable
 
 
+def test_what_is_written_by_descriptor_is_in_every_mapping():
+    with Region.create(3 << 20) as region:
+        data = bytes(range(256)) * 8000
+        region.write(12345, memoryview(data))
+        assert bytes(region.view(12345, len(data))) == data
+        assert not region.array(0, 12345).any()
+        assert not region.array(12345 + len(data), region.size - 12345 - len(data)).any()
+        with pytest.raises(IndexError):
+            region.write(region.size - 1, memoryview(b"xx"))
+        assert region.array(region.size - 1, 1)[0] == 0
+
+
+def test_memory_that_runs_out_while_writing_is_an_error_not_a_signal(monkeypatch):
+    def full(fd, data, offset):
+        raise OSError(28, "No space left on device")
+
+    with Region.create(4096) as region:
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(BudgetError, match="no memory for bytes 10 to 12 of 4096: No space left"):
+            region.write(10, memoryview(b"xx"))
+
+
 def test_the_address_is_where_the_bytes_are():
     with Region.create(4096) as region:
         region.view(100, 4)[:] = b"here"
