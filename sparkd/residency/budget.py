@@ -1,12 +1,10 @@
-"""Does what a model needs in a tier fit into what there is? Pure: numbers in, answer or refusal out."""
+"""Does what a model needs in a tier fit into what there is? Pure: numbers in, answer out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-from sparkd.errors import BudgetError
 
 GIB = 1 << 30
 
@@ -49,29 +47,33 @@ class Limit:
     scope: Scope = Scope.ALL
 
 
-def check_fit(needs: Needs, limits: Sequence[Limit], where: str) -> Limit:
-    """The limit that leaves least, when `needs` fit all. BudgetError names need, limit and what would fit otherwise.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Needs against the limit that leaves least."""
+
+    needs: Needs
+    limit: Limit
+
+    @property
+    def need(self) -> int:
+        """Bytes of the needs that the limit is about."""
+        return self.needs.arena if self.limit.scope is Scope.ARENA else self.needs.total
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which the need exceeds the limit; 0: it fits."""
+        return max(self.need - self.limit.size, 0)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of core and records together that would fit beside the other needs."""
+        return max(self.limit.size - (self.need - self.needs.core - self.needs.records), 0)
+
+
+def tightest(needs: Needs, limits: Sequence[Limit]) -> Fit:
+    """How the needs stand against the limit that leaves least.
 
     A limit below zero (more in use than allowed) counts as zero.
     """
-    wanted = {Scope.ARENA: needs.arena, Scope.ALL: needs.total}
-    limits = [Limit(limit.name, max(limit.size, 0), limit.scope) for limit in limits]
-    tightest = min(limits, key=lambda limit: limit.size - wanted[limit.scope])
-    need = wanted[tightest.scope]
-    if need <= tightest.size:
-        return tightest
-    parts = [f"{needs.records / GIB:.2f} experts", f"{needs.core / GIB:.2f} core"]
-    if tightest.scope is Scope.ALL:
-        parts += [f"{needs.state / GIB:.2f} sequences", f"{needs.slack / GIB:.2f} processes"]
-    weights = max(tightest.size - (need - needs.core - needs.records), 0)
-    raise BudgetError(
-        f"needs {_gib(need)} of {tightest.scope.value} ({', '.join(parts)} ...), "
-        f"but {tightest.name} allows {_gib(tightest.size)}",
-        where=where,
-        fix=f"{weights / GIB:.2f} GiB of weights would fit: choose a smaller model or raise the limit by "
-        f"{_gib(need - tightest.size)}",
-    )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB ({size} bytes)"
+    fits = [Fit(needs, Limit(limit.name, max(limit.size, 0), limit.scope)) for limit in limits]
+    return min(fits, key=lambda fit: fit.limit.size - fit.need)

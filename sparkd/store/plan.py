@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkd.config import Settings
-from sparkd.errors import ConfigError, SparkError
+from sparkd.errors import BudgetError, ConfigError, SparkError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.models import build_program
-from sparkd.residency.budget import Limit, Needs, check_fit
+from sparkd.residency.budget import GIB, Fit, Limit, Needs, Scope, tightest
 from sparkd.store.layout import PAGE, ArenaLayout
 from sparkd.store.limits import host_limits
 from sparkd.store.planned import Plan
@@ -62,7 +62,9 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
     )
     if limits is None:
         limits = host_limits(settings.memory.host_gib, held)
-    limit = check_fit(needs, limits, where=model.where)
+    fit = tightest(needs, limits)
+    if fit.missing:
+        raise _too_large(fit, model.where)
     return Plan(
         model=model_name(model),
         path=model.where,
@@ -77,8 +79,8 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         records=sum(layer.experts for layer in program.expert_layers),
         state_bytes=needs.state,
         need_bytes=needs.total,
-        limit=limit.name,
-        limit_bytes=limit.size,
+        limit=fit.limit.name,
+        limit_bytes=fit.limit.size,
     )
 
 
@@ -88,6 +90,25 @@ def state_bytes(program: Program, settings: Settings) -> int:
     context = min(settings.limits.context, program.context)
     pages = sum(group.page_bytes * group.pages_for(context, STEP_ROWS) for group in layout.groups)
     return settings.limits.sequences * (pages + layout.record_bytes)
+
+
+def _too_large(fit: Fit, where: str) -> BudgetError:
+    """Names need, limit and what would fit."""
+    needs = fit.needs
+    parts = [f"{needs.records / GIB:.2f} experts", f"{needs.core / GIB:.2f} core"]
+    if fit.limit.scope is Scope.ALL:
+        parts += [f"{needs.state / GIB:.2f} sequences", f"{needs.slack / GIB:.2f} processes"]
+    return BudgetError(
+        f"needs {_gib(fit.need)} of {fit.limit.scope.value} ({', '.join(parts)} ...), "
+        f"but {fit.limit.name} allows {_gib(fit.limit.size)}",
+        where=where,
+        fix=f"{fit.weights / GIB:.2f} GiB of weights would fit: choose a smaller model or raise the limit by "
+        f"{_gib(fit.missing)}",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB ({size} bytes)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,41 +11,30 @@ import pytest
 
 from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings
 from sparkd.errors import BudgetError, ConfigError, ModelFileError
-from sparkd.residency.budget import GIB, Limit, Needs, Scope, check_fit
+from sparkd.residency.budget import GIB, Limit, Needs, Scope, tightest
 from sparkd.store.limits import host_limits
-from sparkd.store.plan import make_plan, open_model, state_bytes
+from sparkd.store.plan import PROCESSES, make_plan, open_model, state_bytes
 
 NEEDS = Needs(core=2 * GIB, records=18 * GIB, headers=GIB // 64, directory=GIB // 64, state=GIB, slack=GIB // 2)
 
 
-def test_what_fits_is_told_which_limit_leaves_least():
+def test_the_limit_that_leaves_least_is_the_one_that_counts():
     limits = [Limit("a", 40 * GIB), Limit("b", 23 * GIB), Limit("memory.host_gib", 30 * GIB, Scope.ARENA)]
-    assert check_fit(NEEDS, limits, "model").name == "b"
+    assert tightest(NEEDS, limits).limit.name == "b"
+    assert tightest(NEEDS, [*limits, Limit("c", NEEDS.arena + 1, Scope.ARENA)]).limit.name == "c"
 
 
 @pytest.mark.parametrize(("scope", "need"), [(Scope.ALL, NEEDS.total), (Scope.ARENA, NEEDS.arena)])
-def test_the_exact_need_fits_and_one_byte_less_is_refused(scope, need):
-    assert check_fit(NEEDS, [Limit("limit", need, scope)], "model").size == need
-    with pytest.raises(BudgetError):
-        check_fit(NEEDS, [Limit("limit", need - 1, scope)], "model")
-
-
-def test_a_limit_one_percent_below_the_need_is_refused_naming_need_limit_and_what_would_fit():
-    size = NEEDS.total * 99 // 100
-    with pytest.raises(BudgetError) as caught:
-        check_fit(NEEDS, [Limit("far", 99 * GIB), Limit("memory.max of cgroup /a", size)], "/models/m.gguf")
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.startswith("/models/m.gguf: needs ")
-    assert f"({NEEDS.total} bytes) of host memory" in said
-    assert f"memory.max of cgroup /a allows {size / GIB:.2f} GiB ({size} bytes)" in said
-    assert f"({NEEDS.total - size} bytes)" in said
-    assert "GiB of weights would fit" in said
+def test_the_exact_need_fits_and_one_byte_less_does_not(scope, need):
+    assert tightest(NEEDS, [Limit("limit", need, scope)]).missing == 0
+    short = tightest(NEEDS, [Limit("limit", need - 1, scope)])
+    assert (short.need, short.missing) == (need, 1)
+    assert short.weights == NEEDS.core + NEEDS.records - 1
 
 
 def test_a_limit_that_is_exceeded_already_counts_as_zero():
-    with pytest.raises(BudgetError, match=r"full allows 0\.00 GiB \(0 bytes\); 0\.00 GiB of weights would fit"):
-        check_fit(NEEDS, [Limit("full", -5 * GIB)], "model")
+    fit = tightest(NEEDS, [Limit("full", -5 * GIB)])
+    assert (fit.limit.size, fit.missing, fit.weights) == (0, NEEDS.total, 0)
 
 
 def _tree(root: Path, files: dict[str, object]) -> Path:
@@ -180,6 +169,23 @@ def test_the_plan_needs_the_arena_and_the_state_and_reads_no_tensor(model_path):
     assert plan.core_bytes + plan.records_bytes >= model.tensor_bytes
     assert plan.core_bytes + plan.records_bytes < plan.arena_bytes < plan.need_bytes
     assert plan.records == sum(layer.experts for layer in open_model(_settings(path))[1].expert_layers)
+
+
+@pytest.mark.parametrize("scope", Scope)
+def test_a_limit_one_percent_below_the_need_is_refused_naming_need_limit_and_what_would_fit(model_path, scope):
+    path = model_path("laguna-tiny-s1-q4_k_m")
+    plan = make_plan(_settings(path), limits=[Limit("enough", GIB)])
+    need = plan.need_bytes if scope is Scope.ALL else plan.need_bytes - plan.state_bytes - PROCESSES
+    size = need * 99 // 100
+    with pytest.raises(BudgetError) as caught:
+        make_plan(_settings(path), limits=[Limit("far", 99 * GIB), Limit("memory.max of cgroup /a", size, scope)])
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith(f"{path}: needs {need / GIB:.2f} GiB ({need} bytes) of {scope.value} (")
+    assert f"memory.max of cgroup /a allows {size / GIB:.2f} GiB ({size} bytes)" in said
+    assert "GiB of weights would fit" in said
+    assert "raise the limit by 0.0" in said
+    assert f"({need - size} bytes)" in said
 
 
 def test_a_model_larger_than_host_gib_is_refused_with_need_and_limit(model_path):
