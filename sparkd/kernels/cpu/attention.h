@@ -25,7 +25,8 @@ class Attention : public Operation {
 
   private:
     void store(Step& step, int64_t row) const;
-    void attend(Step& step, int64_t row, int head, float* scratch) const;
+    // Heads first .. first + count - 1, which share a KV head.
+    void attend(Step& step, int64_t row, int first, int count, float* scratch) const;
 
     Value q_, k_, v_, out_;
     Shape shape_;
