@@ -73,7 +73,7 @@ def _facts(document: Document) -> Iterator[tuple[str, str | Text]]:
     if requests := _part(document, "requests"):
         yield (
             "requests",
-            f"{requests.get('running')} running, {requests.get('queued')} queued, {requests.get('clients')} clients; "
+            f"{requests.get('running')} running, {requests.get('queued')} queued, {requests.get('clients')} connected; "
             f"so far {requests.get('finished')} finished, {requests.get('failed')} failed, "
             f"{requests.get('cancelled')} cancelled, {requests.get('output_tokens')} tokens",
         )

@@ -70,7 +70,7 @@ def test_the_demo_asks_in_every_domain_of_the_model(demo: str) -> None:
 
 def test_the_demo_ends_with_the_status_and_where_the_experts_lie(demo: str) -> None:
     status = demo[demo.rindex("\nready\n") :]
-    assert re.search(r"requests +0 running, 0 queued, 1 clients; so far 9 finished", status)
+    assert re.search(r"requests +0 running, 0 queued, 1 connected; so far 9 finished", status)
     layers = re.findall(r"^ +(\d+) +(█{20}) +64 of 64 +\S.* +\d+% *$", status, re.MULTILINE)
     assert [int(layer) for layer, _ in layers] == list(range(8))
     for role in ("supervisor", "store", "worker", "calibrator"):

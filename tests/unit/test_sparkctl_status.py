@@ -76,7 +76,7 @@ def test_every_part_of_the_document_is_shown(capsys: pytest.CaptureFixture[str])
     assert row(text, "memory").endswith("██████████░░░░░░░░░░ 500.0 MiB of 1000.0 MiB (memory.host_gib)")
     assert "5.0 MiB of 20.0 MiB of the weights locked: ulimit -l allows 5 MiB" in text
     assert "16.0 MiB of 64.0 MiB for contexts in use" in text
-    assert "1 running, 2 queued, 3 clients; so far 4 finished, 5 failed, 6 cancelled, 777 tokens" in text
+    assert "1 running, 2 queued, 3 connected; so far 4 finished, 5 failed, 6 cancelled, 777 tokens" in text
     assert "decode 45.6, prefill 321.0 tokens/s" in row(text, "speed")
     assert "native x86-64-v3, 2 threads, keys and values f16" in row(text, "computes")
     worker = row(text, "worker")
