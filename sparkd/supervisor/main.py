@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import grp
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -30,7 +31,8 @@ def run(settings: Settings, run_dir: RunDirectory, ready: Callable[[], None] | N
     SparkError when the daemon cannot start: the plan does not fit, another daemon is there, a child refuses.
     """
     logging.basicConfig(format="sparkd: %(levelname)s: %(message)s", level=settings.log.level.upper())
-    client = ClientSocket(client_path(settings, run_dir), _group(settings.socket.group))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    client = ClientSocket(_client_path(settings, run_dir), _group(settings.socket.group))
     with RunLock(run_dir, client.path, client.group):
         planned = plan(settings)
         with (
@@ -56,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def client_path(settings: Settings, run_dir: RunDirectory) -> Path:
-    """Where apps will connect."""
+def _client_path(settings: Settings, run_dir: RunDirectory) -> Path:
     return Path(settings.socket.path).expanduser().absolute() if settings.socket.path else run_dir.client
 
 

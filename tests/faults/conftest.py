@@ -1,0 +1,8 @@
+"""The helpers that start daemons lie with the integration tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))

@@ -1,0 +1,248 @@
+"""The worker's engine on an executor that invents logits: what comes out, in which order, and what it costs others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkd.errors import RequestError
+from sparkd.executors.base import Batch, RowKind, StepResult
+from sparkd.graph.program import ConvState, KvCache, Program
+from sparkd.graph.state import StateLayout
+from sparkd.ipc.messages import Admitted, Done, Prefilled, Produced, Refused
+from sparkd.text.stop import StopMatcher
+from sparkd.worker.engine import Engine, Routing
+from sparkd.worker.sampler import Sampling
+from sparkd.worker.scheduler import Scheduler
+from sparkd.worker.sequences import Clock, Sequence
+from sparkd.worker.state import PoolSize, StatePool
+
+VOCAB = 32
+CONTEXT = 200
+MAX_ROWS = 16
+END = 31
+PROGRAM = Program(
+    "test", 8, VOCAB, CONTEXT, (), (KvCache(0, 1, 4, 0), KvCache(1, 1, 4, 70)), (ConvState(2, 3, 4),), (), (), ()
+)
+
+
+class FakeExecutor:
+    """The best next token is (sum of all ids so far + position) mod VOCAB; remembers ids per state record."""
+
+    def __init__(self, poison: int | None = None) -> None:
+        self.read: dict[int, list[int]] = {}
+        self.batches: list[Batch] = []
+        self.poison = poison
+
+    def step(self, batch: Batch) -> StepResult:
+        self.batches.append(batch)
+        row = 0
+        logits = []
+        for segment in batch.segments:
+            if segment.start == 0:
+                self.read[segment.state] = []
+            ids = self.read[segment.state]
+            assert len(ids) == segment.start
+            for token in batch.tokens[row : row + segment.length]:
+                ids.append(int(token))
+                if row in batch.logits_rows:
+                    logits.append(self.logits(ids))
+                row += 1
+        experts = np.zeros((1, len(batch.tokens), 2), np.int16)
+        return StepResult(np.array(logits, np.float32).reshape(-1, VOCAB), experts)
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        row = np.zeros(VOCAB, np.float32)
+        row[next_token(ids)] = 1.0
+        if self.poison is not None and ids[0] == self.poison:
+            row[3] = np.nan
+        return row
+
+
+def next_token(ids: list[int]) -> int:
+    return (sum(ids) + len(ids)) % VOCAB
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids))
+    return ids[len(prompt) :]
+
+
+class Letters:
+    """A detokenizer: token n is the n-th letter and a space; what is odd waits for the next token."""
+
+    def push(self, index: int) -> str:
+        return f"{chr(97 + index % 26)} "
+
+    def finish(self) -> str:
+        return ""
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(Letters().push(token) for token in tokens)
+
+
+class Bench:
+    def __init__(self, limit: int = 2, poison: int | None = None) -> None:
+        layout = StateLayout.of(PROGRAM, 4)
+        self.pool = StatePool(layout, PoolSize.worst_case(layout, limit, CONTEXT, MAX_ROWS), MAX_ROWS)
+        self.executor = FakeExecutor(poison)
+        self.routed: list[Routing] = []
+        self.engine = Engine(
+            self.executor, self.pool, Scheduler(MAX_ROWS, 1e9), {END}, limit, routed=self.routed.append
+        )  # fmt: skip
+
+    def submit(self, request: int, prompt: list[int], produced: list[int] | None = None, **fields: Any) -> None:
+        given = {"max_tokens": 10, "ignore_eos": True, "stop": []} | fields
+        stops = StopMatcher(given["stop"])
+        for token in produced or []:
+            stops.push(Letters().push(token))
+        self.engine.submit(
+            Sequence(
+                request,
+                [*prompt, *(produced or [])],
+                len(prompt),
+                given["max_tokens"],
+                Sampling(seed=5),
+                given["ignore_eos"],
+                Letters(),  # type: ignore[arg-type]
+                stops,
+                Clock(),
+            )
+        )
+
+    def run(self) -> list[Any]:
+        events = []
+        while self.engine.busy:
+            events += self.engine.step()
+        assert self.pool.used_bytes() == 0
+        return events
+
+
+def tokens(events: list[Any], request: int) -> list[int]:
+    return [e.token for e in events if isinstance(e, Produced) and e.request == request]
+
+
+def done(events: list[Any], request: int) -> Done:
+    (end,) = (e for e in events if isinstance(e, Done) and e.request == request)
+    return end
+
+
+def test_a_request_goes_from_admission_over_its_chunks_to_its_end() -> None:
+    bench = Bench()
+    prompt = list(range(20)) * 2
+    bench.submit(1, prompt, max_tokens=3)
+    events = bench.run()
+    assert events[0] == Admitted(1, prompt, 5)
+    assert [(e.done, e.total) for e in events if isinstance(e, Prefilled)] == [(16, 40), (32, 40), (40, 40)]
+    assert tokens(events, 1) == continuation(prompt, 3)
+    assert [e.index for e in events if isinstance(e, Produced)] == [0, 1, 2]
+    end = done(events, 1)
+    assert (end.reason, end.prompt_tokens, end.output_tokens, end.seed) == ("length", 40, 3, 5)
+
+
+def test_everybody_gets_the_tokens_they_get_alone() -> None:
+    bench = Bench(limit=3)
+    prompts = {n: [n] * (7 * n + 1) for n in range(6)}
+    for request, prompt in prompts.items():
+        bench.submit(request, prompt, max_tokens=5 + request)
+    events = bench.run()
+    for request, prompt in prompts.items():
+        assert tokens(events, request) == continuation(prompt, 5 + request)
+    most = max(sum(s.kind is RowKind.DECODE for s in b.segments) for b in bench.executor.batches)
+    assert most == 3 and all(len(b.tokens) <= MAX_ROWS for b in bench.executor.batches)
+
+
+def test_requests_are_admitted_in_the_order_they_came() -> None:
+    bench = Bench(limit=1)
+    for request in range(4):
+        bench.submit(request, [request + 1], max_tokens=2)
+    assert [e.request for e in bench.run() if isinstance(e, Admitted)] == [0, 1, 2, 3]
+
+
+def test_an_end_token_ends_the_answer_and_is_no_part_of_it() -> None:
+    prompt = next([a, b] for a in range(VOCAB) for b in range(VOCAB) if END in continuation([a, b], 8)[2:])
+    where = continuation(prompt, 8).index(END)
+    bench = Bench()
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=False)
+    bench.submit(2, prompt, max_tokens=8)
+    events = bench.run()
+    assert tokens(events, 1) == continuation(prompt, where)
+    assert (done(events, 1).reason, done(events, 1).stop) == ("stop", None)
+    assert tokens(events, 2) == continuation(prompt, 8)
+
+
+def test_a_stop_string_ends_the_answer_before_it_and_never_leaks() -> None:
+    prompt = [3, 4]
+    text = text_of(continuation(prompt, 9))
+    stop = text[5:10]
+    bench = Bench()
+    bench.submit(1, prompt, max_tokens=9, stop=[stop])
+    events = bench.run()
+    end = done(events, 1)
+    shown = "".join(e.text for e in events if isinstance(e, Produced)) + end.text
+    assert shown == text[: text.index(stop)] and (end.reason, end.stop) == ("stop", stop)
+
+
+def test_text_that_was_held_back_comes_with_the_end() -> None:
+    prompt = [3, 4]
+    text = text_of(continuation(prompt, 4))
+    bench = Bench()
+    bench.submit(1, prompt, max_tokens=4, stop=[text[-2:] + "never"])
+    events = bench.run()
+    assert done(events, 1).text == text[-2:]
+    assert "".join(e.text for e in events if isinstance(e, Produced)) == text[:-2]
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone() -> None:
+    bench = Bench(poison=9)
+    bench.submit(1, [9, 1], max_tokens=5)
+    bench.submit(2, [8, 1], max_tokens=5)
+    events = bench.run()
+    (refused,) = (e for e in events if isinstance(e, Refused))
+    assert refused.request == 1 and refused.code == RequestError.code
+    assert tokens(events, 1) == [] and tokens(events, 2) == continuation([8, 1], 5)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_an_aborted_request_stops_between_two_steps_and_gives_everything_back(steps: int) -> None:
+    bench = Bench(limit=1)
+    bench.submit(1, [1] * 40, max_tokens=100)
+    bench.submit(2, [2], max_tokens=3)
+    for _ in range(steps):
+        bench.engine.step()
+    (end,) = bench.engine.abort(1)
+    assert isinstance(end, Done) and end.reason == "cancelled"
+    rows = sum(len(b.tokens) for b in bench.executor.batches)
+    assert tokens(bench.run(), 2) == continuation([2], 3)
+    assert sum(len(b.tokens) for b in bench.executor.batches) == rows + 3
+    assert bench.engine.abort(1) == []
+
+
+@pytest.mark.parametrize("cut", range(9))
+def test_a_resumed_request_goes_on_where_it_was(cut: int) -> None:
+    prompt = [5, 6, 7]
+    whole = Bench()
+    whole.submit(1, prompt, max_tokens=8, stop=["zz"])
+    events = whole.run()
+    resumed = Bench()
+    resumed.submit(1, prompt, produced=tokens(events, 1)[:cut], max_tokens=8, stop=["zz"])
+    rest = resumed.run()
+    assert tokens(rest, 1) == tokens(events, 1)[cut:]
+    assert [e.index for e in rest if isinstance(e, Produced)] == list(range(cut, 8))
+    assert [e.text for e in rest if isinstance(e, Produced)] == [e.text for e in events if isinstance(e, Produced)][
+        cut:
+    ]
+    assert (done(rest, 1).reason, done(rest, 1).output_tokens) == ("length", 8)
+
+
+def test_routing_says_which_rows_count_as_decode() -> None:
+    bench = Bench()
+    bench.submit(1, [1] * 20, max_tokens=3)
+    bench.run()
+    assert [r.decode.tolist() for r in bench.routed] == [[0] * 16, [0] * 4, [1], [1]]
+    assert [r.step for r in bench.routed] == [1, 2, 3, 4]

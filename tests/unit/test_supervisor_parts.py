@@ -1,0 +1,187 @@
+"""The supervisor's small parts: run directory, page locks, systemd, status rounds, and the worker's thread count."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkd.errors import ConfigError, UnavailableError
+from sparkd.ipc.sockets import RunDirectory
+from sparkd.supervisor.notify import Notifier
+from sparkd.supervisor.run_lock import RunLock
+from sparkd.supervisor.status import PATIENCE_S, Rounds
+from sparkd.worker.threads import count_threads, cpu_quota, physical_cores
+
+NOBODY = 65534
+
+
+def lock(path: Path) -> RunLock:
+    run_dir = RunDirectory(path)
+    return RunLock(run_dir, run_dir.client)
+
+
+def test_a_run_directory_is_private_and_has_one_owner(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run"
+    with lock(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        with pytest.raises(UnavailableError, match=f"process {os.getpid()}"):
+            lock(path)
+    with lock(path):
+        pass
+    assert list(path.iterdir()) == []
+
+
+def test_what_a_dead_daemon_left_is_reclaimed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "lock").write_text("4194304\n")
+    for name in ("client.sock", "control.sock", "store.sock"):
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(path / name))
+    (path / "notes.txt").write_text("somebody's own file")
+    with lock(path):
+        assert {p.name for p in path.iterdir()} == {"lock", "notes.txt"}
+        assert (path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_place_that_cannot_be_a_run_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/run.*--run-dir"):
+        lock(tmp_path / "file" / "run")
+
+
+def test_a_group_may_pass_through_to_the_client_socket_and_no_further(tmp_path: Path) -> None:
+    run_dir = RunDirectory(tmp_path / "run")
+    with RunLock(run_dir, run_dir.client, group=os.getgid()):
+        assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o710
+        assert run_dir.path.stat().st_gid == os.getgid()
+
+
+@pytest.mark.parametrize("limit", [64 << 10, 1 << 20, 5 << 20])
+def test_as_much_is_locked_as_the_limit_allows(limit: int) -> None:
+    """In a process without privileges: root may lock everything, whatever the limit."""
+    script = (
+        "import os, resource\n"
+        "from sparkd.ipc.memory import Region\n"
+        "from sparkd.supervisor.memlock import MemoryLock\n"
+        f"resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))\n"
+        f"if os.getuid() == 0: os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "lock = MemoryLock(Region.create(4 << 20))\n"
+        "while lock.advance(): pass\n"
+        "print(lock.locked, lock.note)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    locked, _, note = done.stdout.strip().partition(" ")
+    assert min(limit, 4 << 20) - (128 << 10) <= int(locked) <= limit
+    assert (note == "") == (limit >= 4 << 20)
+    assert note == "" or str(limit) in note
+
+
+def test_the_whole_arena_is_locked_where_nothing_forbids_it() -> None:
+    if os.getuid() != 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] not in (-1, resource.RLIM_INFINITY):
+        pytest.skip("this user may not lock memory without limit")
+    from sparkd.ipc.memory import Region
+    from sparkd.supervisor.memlock import MemoryLock
+
+    with Region.create(4 << 20) as region:
+        made = MemoryLock(region)
+        while made.advance():
+            pass
+        assert (made.locked, made.note) == (4 << 20, "")
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_hears_what_it_should(tmp_path: Path, abstract: bool) -> None:
+    address = f"@sparkd-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0" + address[1:] if abstract else address)
+        manager.settimeout(10)
+        notify = Notifier(address)
+        notify.status("loading: 10 %")
+        notify.status("loading: 10 %")
+        notify.ready()
+        notify.status("two\nlines")
+        notify.stopping()
+        heard = [manager.recv(1000) for _ in range(4)]
+    assert heard == [b"STATUS=loading: 10 %", b"READY=1", b"STATUS=two lines", b"STOPPING=1"]
+
+
+def test_without_systemd_nothing_is_said_and_nothing_breaks(tmp_path: Path) -> None:
+    Notifier("").ready()
+    Notifier(str(tmp_path / "nobody")).stopping()
+
+
+def test_one_round_of_questions_serves_all_who_ask_meanwhile() -> None:
+    rounds = Rounds()
+    assert rounds.ask((b"a", 1), ["store", "worker"], now=0.0) == 1
+    assert rounds.ask((b"b", 2), ["store", "worker"], now=0.1) is None
+    rounds.answered(1, "store")
+    assert rounds.finished(0.1) == []
+    rounds.answered(1, "worker")
+    assert rounds.finished(0.2) == [(b"a", 1), (b"b", 2)]
+    assert rounds.finished(0.3) == []
+
+
+def test_a_child_that_does_not_answer_delays_the_status_only_so_long() -> None:
+    rounds = Rounds()
+    rounds.ask((b"a", 1), ["worker"], now=0.0)
+    assert rounds.finished(PATIENCE_S * 0.9) == []
+    assert rounds.finished(PATIENCE_S * 1.1) == [(b"a", 1)]
+    assert rounds.ask((b"a", 2), ["worker"], now=5.0) == 2
+    rounds.answered(1, "worker")
+    assert rounds.finished(5.1) == []
+
+
+def machine(root: Path, siblings: list[str], cgroup: str = "", files: dict[str, str] | None = None) -> Path:
+    """A tree with the parts of /proc and /sys that tell about processors."""
+    made = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": text for n, text in enumerate(siblings)}
+    for name, text in {**made, "proc/self/cgroup": cgroup, **(files or {})}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+def test_threads_are_physical_cores_within_affinity(tmp_path: Path) -> None:
+    root = machine(tmp_path, ["0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7"])
+    assert physical_cores(range(8), root) == 4
+    assert physical_cores([0, 4, 1], root) == 2
+    assert physical_cores([0, 1], tmp_path / "empty") == 2
+    assert count_threads(7, root) == 7
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "quota"),
+    [
+        ("0::/", {}, None),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ("0::/", {"sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
+        (
+            "0::/a/b",
+            {"sys/fs/cgroup/a/b/cpu.max": "800000 100000", "sys/fs/cgroup/a/cpu.max": "150000 100000"},
+            1.5,
+        ),
+        (
+            "4:cpu,cpuacct:/x\n1:name=systemd:/y",
+            {"sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000"},
+            3.0,
+        ),
+        (
+            "4:cpu,cpuacct:/x",
+            {"sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000"},
+            None,
+        ),
+    ],
+)
+def test_a_cgroup_bounds_the_processors(tmp_path: Path, cgroup: str, files: dict[str, str], quota: float) -> None:
+    root = machine(tmp_path, ["0", "1"], cgroup, files)
+    assert cpu_quota(root) == quota
+    if quota is not None:
+        cores = physical_cores(os.sched_getaffinity(0), root)
+        assert count_threads(0, root) == min(cores, int(quota))
