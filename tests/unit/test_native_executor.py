@@ -11,11 +11,12 @@ import torch
 from sparkd.errors import RequestError, UnsupportedError
 from sparkd.executors.base import Batch, RowKind, Segment
 from sparkd.executors.native import NativeExecutor, Piece, StateMemory, Stored
-from sparkd.gguf.formats import FORMATS_BY_NAME, Format
+from sparkd.gguf.formats import FORMATS_BY_NAME, Arithmetic, Format
 from sparkd.graph import ops
 from sparkd.graph.ops import Value, Weight
 from sparkd.graph.program import ConvState, DeltaState, ExpertLayer, KvCache, Program
 from sparkd.graph.state import StateLayout
+from sparkd.kernels import available, native
 
 F32 = FORMATS_BY_NAME["F32"]
 WIDTH, HEADS, DIM, EXPERTS, TOP_K, INNER, VOCAB = 32, 2, 16, 6, 2, 32, 40
@@ -239,3 +240,42 @@ def test_expert_layers_must_agree_on_how_many_experts_a_row_takes() -> None:
         NativeExecutor(
             replace(PROGRAM, expert_layers=layers), MadeWeights(PROGRAM), LAYOUT, memory, max_rows=4, threads=1
         )
+
+
+@pytest.mark.parametrize("name", [f.name for f in FORMATS_BY_NAME.values() if f.arithmetic is not None])
+@pytest.mark.parametrize("isa", available())
+def test_products_of_unaligned_rows_have_the_bits_of_their_definition(isa: str, name: str) -> None:
+    format, columns, rows = FORMATS_BY_NAME[name], 9 * 256, 40
+    arithmetic = native(isa).arithmetic
+    rng = np.random.default_rng(format.id)
+    weights = MadeWeights(PROGRAM)
+    weights.arrays = {
+        "embedding": rng.normal(size=(3, columns)).astype(np.float32),
+        "head": rng.integers(0, 256, 1 + rows * format.row_bytes(columns), np.uint8)[1:],
+    }
+    # Any bytes in every second row; in the others no factor is infinite or NaN.
+    table = weights.arrays["head"].reshape(rows, -1)
+    table[::2] &= 0xBF
+    weights.formats["head"] = format
+    weights.records = list
+    x = Value("x", columns)
+    head = ops.Logits(x, Weight("head", rows, columns))
+    program = Program("test", columns, rows, 64, (ops.Embed(Weight("embedding", 3, columns), x), head), *[()] * 5)
+    layout = StateLayout.of(program, 2)
+    executor = NativeExecutor(
+        program, weights, layout, StateMemory.allocate(layout, (), 0), max_rows=3, threads=1, isa=isa
+    )
+    batch = Batch(np.arange(3, dtype=np.int32), (Segment(0, 3, (), 0, RowKind.PREFILL),), np.array([2, 0], np.int32))
+    logits = executor.step(batch).logits
+
+    for result, token in zip(logits, (2, 0), strict=True):
+        activation = weights.arrays["embedding"][token]
+        if format.arithmetic is Arithmetic.FLOAT:
+            expected = [arithmetic.dot32(activation, arithmetic.dequantise_row(format.id, w.copy())) for w in table]
+        else:
+            form = 32 if format.arithmetic is Arithmetic.INT32 else 256
+            expected = [
+                arithmetic.product(format.id, w.copy(), *arithmetic.quantise_row(activation, form)) for w in table
+            ]
+        assert np.isfinite(expected).any()
+        assert np.array_equal(result, np.array(expected, np.float32), equal_nan=True)

@@ -1,7 +1,7 @@
 // Causal attention over KV pages.
 //
-// Every page of 64 positions gives a softmax that is not finished, (m, l, o), by itself; pages merge in order into groups
-// of 16 by absolute position, groups merge in order, the first of each being copied. So a result depends on the
+// Every page of 64 positions gives a softmax that is not finished, (m, l, o), by itself; pages merge in order into
+// groups of 16 by absolute position, groups merge in order, the first of each being copied. So a result depends on the
 // positions alone, not on how a prompt was cut.
 #pragma once
 

@@ -11,7 +11,7 @@ int scale_elements(Class cls) { return cls == Class::INT32 ? 32 : 256; }
 
 bool float_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % alignof(float) == 0; }
 
-// out = q * scale of its sub-block. Shaped for the vectoriser: sub-blocks of 16 are too short for it, so their scales are
+// out = q * scale of its sub-block. Sub-blocks of 16 are too short for the vectoriser, so their scales are
 // spread over a whole block first.
 void multiply_scales_16(const int8_t* __restrict q, const int16_t* __restrict scale, int columns,
                         int16_t* __restrict out) {

@@ -68,9 +68,9 @@ class Forms {
     std::array<bool, 3> ready_ = {};
 };
 
-// One weight row, unpacked into memory of its own. Of the integer classes the scales of sub-blocks are multiplied into the
-// weights (|q * scale| < 2^15 for every format), which leaves one long integer sum per block: exact, so the bits are those
-// of spark::product, which defines them.
+// One weight row, unpacked into memory of its own. Of the integer classes the scales of sub-blocks are multiplied into
+// the weights (|q * scale| < 2^15 for every format), which leaves one long integer sum per block: exact, so the bits
+// are those of spark::product, which defines them.
 class WeightRow {
   public:
     void reserve(int columns);

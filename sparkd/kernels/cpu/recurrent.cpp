@@ -22,10 +22,11 @@ void CausalConv::run(Step& step) {
     const int64_t blocks = (x_.width + kChannels - 1) / kChannels;
     const int64_t segments = static_cast<int64_t>(step.segments.size());
     step.pool.run(segments * blocks, 1, [&](int64_t begin, int64_t end, int thread) {
+        float* scratch = step.scratch[static_cast<size_t>(thread)].floats.data();
         for (int64_t i = begin; i < end; ++i) {
             const int first = static_cast<int>(i % blocks) * kChannels;
             run_channels(step, step.segments[static_cast<size_t>(i / blocks)], first,
-                         std::min(first + kChannels, x_.width), step.scratch[static_cast<size_t>(thread)].floats.data());
+                         std::min(first + kChannels, x_.width), scratch);
         }
     });
 }

@@ -12,7 +12,7 @@ namespace spark {
 // Positions of a KV page.
 constexpr int kPage = 64;
 
-// A value, told from others by `id` (places are used again): rows of `width` floats, `offset` floats per row into the arena.
+// A value: rows of `width` floats, `offset` floats per row into the arena. Places are used again, `id`s are not.
 struct Value {
     int id;
     int64_t offset;
