@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import stat
 import subprocess
@@ -10,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
+import zmq
 from daemon import Daemon, alive, certain, daemon, until
 
-from spark_client import Client, RequestFailed
+from spark_client import Client, RequestFailed, messages
 from sparkd.demo.main import MODEL as DEMO
 
 LIMITS = {"context": 4096, "sequences": 2, "queue": 8}
@@ -159,6 +162,35 @@ def test_text_and_tokens_agree(served: tuple[Daemon, np.lib.npyio.NpzFile]) -> N
         by_text = client.generate("Some words, and more.", max_tokens=8, ignore_eos=True)
         by_text.read()
         assert by_text.usage is not None and by_text.usage.prompt_tokens - len(tokens) in (0, 1)
+
+
+def test_what_is_no_message_is_refused_with_a_reason_and_hurts_nobody(
+    served: tuple[Daemon, np.lib.npyio.NpzFile],
+) -> None:
+    one, vectors = served
+    chance = random.Random(5)
+    whole = messages.encode(messages.Generate(1, tokens=[1, 2, 3]))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as rogue:
+        rogue.linger = 0
+        rogue.connect(f"ipc://{one.socket}")
+        for number in range(300):
+            damaged = bytearray(whole)
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+            frames = [
+                [chance.randbytes(chance.randrange(200))],
+                [whole[: chance.randrange(len(whole))]],
+                [bytes(damaged)],
+                [whole, whole],
+                [msgpack.packb({"v": 1, "t": "generate", "tag": number, "surprise": [1] * number})],
+            ]
+            for parts in frames:
+                rogue.send_multipart(parts)
+            for _ in frames:
+                assert rogue.poll(10_000), "no answer"
+                answer = messages.decode(rogue.recv())
+                assert isinstance(answer, messages.Failed) and answer.code == "protocol" and answer.message
+    with one.client() as client:
+        assert greedy(client, prompt_of(vectors, "p1"), 4) == vectors["p1_greedy"][:4].tolist()
 
 
 def test_the_status_says_what_is_where(served: tuple[Daemon, np.lib.npyio.NpzFile]) -> None:
