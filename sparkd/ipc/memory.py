@@ -10,12 +10,13 @@ import fcntl
 import mmap
 import os
 from types import TracebackType
-from typing import Any
-
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import BudgetError
+
+# The supervisor maps a region and computes nothing: it starts, and stays, without numpy.
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
 
 
 class Region:
@@ -27,7 +28,6 @@ class Region:
         self.writable = writable
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, prot)
-        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
 
     @staticmethod
     def create(size: int, name: str = "sparkd-arena") -> Region:
@@ -53,15 +53,17 @@ class Region:
     @property
     def address(self) -> int:
         """Where the region begins in this process, for native code."""
-        return int(self._bytes.ctypes.data)
+        return int(self.array(0, 1).ctypes.data)
 
     def view(self, offset: int, size: int) -> memoryview:
         """Bytes `offset : offset + size`, writable when the region is. IndexError outside the region."""
         self._inside(offset, size)
         return memoryview(self._map)[offset : offset + size]
 
-    def array(self, offset: int, shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
+    def array(self, offset: int, shape: int | tuple[int, ...], dtype: DTypeLike = "u1") -> NDArray[Any]:
         """A numpy view of the region's own bytes. IndexError outside the region."""
+        import numpy as np
+
         kind = np.dtype(dtype)
         count = int(np.prod(shape))
         self._inside(offset, count * kind.itemsize)
@@ -89,7 +91,6 @@ class Region:
     def close(self) -> None:
         """Give up the descriptor and the mapping; the mapping itself goes with the last view of it."""
         os.close(self.fd)
-        del self._bytes
         try:
             self._map.close()
         except BufferError:

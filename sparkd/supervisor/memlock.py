@@ -34,8 +34,8 @@ class MemoryLock:
         size = min(self._piece, self._region.size - self.locked)
         if size == 0:
             return False
-        address = ctypes.c_void_p(self._region.address + self.locked)
-        if self._libc.mlock(address, ctypes.c_size_t(size)) == 0:
+        first = ctypes.c_char.from_buffer(self._region.view(self.locked, size))
+        if self._libc.mlock(ctypes.byref(first), ctypes.c_size_t(size)) == 0:
             self.locked += size
             return True
         problem = ctypes.get_errno()

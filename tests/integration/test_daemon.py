@@ -273,7 +273,7 @@ def test_what_cannot_start_says_why_in_one_line(
 
 @pytest.mark.parametrize("module", ["supervisor", "store", "calibration", "worker"])
 def test_no_process_imports_torch_and_the_supervisor_knows_no_model_code(module: str) -> None:
-    heavy = ["torch", "cupy"] + ["sparkd.gguf", "sparkd.models", "tokenizers"] * (module == "supervisor")
+    heavy = ["torch", "cupy"] + ["numpy", "sparkd.gguf", "sparkd.models", "tokenizers"] * (module == "supervisor")
     script = f"import sys, sparkd.{module}.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
