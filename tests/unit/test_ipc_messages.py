@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.ipc import messages
+from sparkd.ipc import messages, wire
 from sparkd.ipc.messages import MessageError, decode, encode
 
 ROOT = Path(__file__).parent.parent.parent
-TYPES = dict(sorted(messages._TYPES.items()))
+TYPES = dict(sorted(wire._TYPES.items()))
 
 _TEXT = st.text(max_size=8)
 _INT = st.integers(-(2**63), 2**64 - 1)
@@ -59,9 +59,10 @@ def _packed(**body: object) -> bytes:
     return msgpack.packb({"v": messages.VERSION, **body}, use_bin_type=True)
 
 
-def test_the_client_carries_the_same_messages():
-    client = ROOT / "clients" / "spark_client" / "messages.py"
-    assert client.read_bytes() == (ROOT / "sparkd" / "ipc" / "messages.py").read_bytes()
+@pytest.mark.parametrize("name", ["messages.py", "wire.py"])
+def test_the_client_carries_the_same_messages(name):
+    client = ROOT / "clients" / "spark_client" / name
+    assert client.read_bytes() == (ROOT / "sparkd" / "ipc" / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", TYPES)

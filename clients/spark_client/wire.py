@@ -1,0 +1,161 @@
+"""How messages are written and read: one msgpack map with `v` (protocol version), `t` (type) and the fields.
+
+`message` declares a type, `encode` writes one, `decode` validates on receipt: size, nesting, type of every field, no
+unknown and no missing field. Like `messages`, this file imports nothing of the project: the client package carries an
+identical copy of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, TypeVar, dataclass_transform
+
+import msgpack
+
+VERSION = 1
+#: One message, packed. A prompt of a million tokens fits.
+MAX_BYTES = 16 << 20
+#: Nesting of maps and lists in free-form fields (msgpack itself refuses more than 1024 levels).
+MAX_DEPTH = 24
+#: Items of one list. What a chat may hold is the text layer's to bound; these are the wire's bounds.
+MAX_ITEMS = 4 << 20
+
+#: Free-form content, and any declared message.
+Json = Any
+Message = Any
+
+
+class MessageError(ValueError):
+    """A message breaks the protocol: one line that says how."""
+
+
+_TYPES: dict[str, type[Any]] = {}
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True)
+def message(name: str) -> typing.Callable[[type[_T]], type[_T]]:
+    """Declare a message type under its wire name."""
+
+    def register(cls: type[_T]) -> type[_T]:
+        made = dataclass(frozen=True, slots=True)(cls)
+        _TYPES[name] = made
+        made.wire_name = name  # type: ignore[attr-defined]
+        return made
+
+    return register
+
+
+def encode(msg: Message) -> bytes:
+    """Pack a message. MessageError when it is larger than `MAX_BYTES` or holds what msgpack cannot say."""
+    body = {f.name: _plain(getattr(msg, f.name)) for f in dataclasses.fields(msg)}
+    try:
+        data: bytes = msgpack.packb({"v": VERSION, "t": msg.wire_name, **body}, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise MessageError(f"{msg.wire_name}: cannot be packed: {error}"[:200]) from None
+    if len(data) > MAX_BYTES:
+        raise MessageError(f"{msg.wire_name}: message has {len(data)} bytes, the limit is {MAX_BYTES}")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """Unpack and validate a message. MessageError says what is wrong with it."""
+    if len(data) > MAX_BYTES:
+        raise MessageError(f"message has {len(data)} bytes, the limit is {MAX_BYTES}")
+    try:
+        body = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=65536, max_str_len=MAX_BYTES
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise MessageError(f"message is not msgpack: {error}") from None
+    if not isinstance(body, dict):
+        raise MessageError("message is not a map")
+    version = body.pop("v", None)
+    if version != VERSION:
+        raise MessageError(f"this side speaks protocol version {VERSION}, the message has {version!r}"[:200])
+    name = body.pop("t", None)
+    cls = _TYPES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise MessageError(f"unknown message type {name!r}"[:200])
+    return _build(cls, body, str(name))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return value
+
+
+def _build(cls: type[Any], body: dict[str, Any], where: str) -> Any:
+    hints = _hints(cls)
+    for key in body:
+        if key not in hints:
+            raise MessageError(f"{where}: unknown field {key!r}"[:200])
+    for f in dataclasses.fields(cls):
+        if f.name in body:
+            body[f.name] = _check(hints[f.name], body[f.name], f"{where}.{f.name}")
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise MessageError(f"{where}: field {f.name!r} is missing")
+    return cls(**body)
+
+
+_HINTS: dict[type[Any], dict[str, Any]] = {}
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
+def _check(hint: Any, value: Any, where: str) -> Any:
+    """`value` as `hint` says, or MessageError. float takes int; bool is no int; integers fit in 64 bits."""
+    if hint is Any:
+        return _bounded(value, where)
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        return _check(next(a for a in typing.get_args(hint) if a is not type(None)), value, where)
+    if origin is list:
+        if isinstance(value, list):
+            (item,) = typing.get_args(hint)
+            if item in (int, str):
+                wrong = next((v for v in value if type(v) is not item), None)
+                if wrong is None:
+                    return value
+                raise MessageError(f"{where}: expected {item.__name__}s, found {type(wrong).__name__}")
+            return [_check(item, v, where) for v in value]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return _bounded(value, where)
+    elif dataclasses.is_dataclass(hint):
+        if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+            return _build(typing.cast("type[Any]", hint), value, where)
+    elif hint is float:
+        if type(value) in (int, float):
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise MessageError(f"{where}: expected {_name(hint)}, found {type(value).__name__}")
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and typing.get_origin(hint) is None else str(hint)
+
+
+def _bounded(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
+    """Free-form content (chat messages, tools, status): what JSON can say, bounded nesting, text keys."""
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise MessageError(f"{where}: nested deeper than {MAX_DEPTH}")
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            raise MessageError(f"{where}: a map has keys that are not text")
+        for item in value.values() if isinstance(value, dict) else value:
+            _bounded(item, where, depth - 1)
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise MessageError(f"{where}: {type(value).__name__} is not allowed in free-form content")
+    return value
