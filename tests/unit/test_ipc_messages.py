@@ -129,9 +129,9 @@ def test_content_nested_deeper_than_the_limit_is_refused():
             value = [value]
         return messages.StatusReply(1, {"deep": value})
 
-    assert decode(encode(status(messages.MAX_DEPTH))) == status(messages.MAX_DEPTH)
+    assert decode(encode(status(wire.MAX_DEPTH))) == status(wire.MAX_DEPTH)
     with pytest.raises(MessageError, match="nested deeper"):
-        decode(encode(status(messages.MAX_DEPTH + 1)))
+        decode(encode(status(wire.MAX_DEPTH + 1)))
     with pytest.raises(MessageError):
         decode(b"\x91" * 100_000)
 
