@@ -127,8 +127,9 @@ def test_a_worker_that_always_dies_leaves_a_daemon_that_says_so(served: Daemon) 
         while "times within" not in client.status()["reason"]:
             assert time.monotonic() < deadline, served.said()
             worker = next(p for p in client.status()["processes"] if p["role"] == "worker")
-            if worker["pid"] is not None:
-                os.kill(worker["pid"], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                if worker["pid"] is not None:
+                    os.kill(worker["pid"], signal.SIGKILL)
         status = client.status()
         assert status["state"] == "degraded" and "killed by SIGKILL" in status["reason"]
         with pytest.raises(Exception, match="SIGKILL"):
