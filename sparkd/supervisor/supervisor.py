@@ -245,7 +245,8 @@ class Supervisor:
         lost_for_good = child.condition is Condition.FAILED
         if child.role == "worker":
             self._door.worker_lost(f"{child.reason}; it is being restarted", now)
-        if lost_for_good and (child.role == "worker" or not self._was_ready):
+        needed = child.role == "worker" or (child.role == "store" and not self._was_ready)
+        if lost_for_good and needed:
             self._door.close(child.reason, now)
 
     # ---- apps ----
