@@ -1,14 +1,20 @@
 """Client of the sparkd socket: depends on pyzmq and msgpack alone."""
 
-from spark_client.client import Client, Stream, Usage
+from spark_client.async_client import AsyncClient, AsyncStream
+from spark_client.client import Client, Stream
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
 from spark_client.messages import Chunk, Finished, Progress, Timings
+from spark_client.output import Usage
+from spark_client.requests import Parameters
 
 __all__ = [
+    "AsyncClient",
+    "AsyncStream",
     "Chunk",
     "Client",
     "ConnectionFailed",
     "Finished",
+    "Parameters",
     "Progress",
     "RequestFailed",
     "SparkClientError",

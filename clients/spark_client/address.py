@@ -1,13 +1,19 @@
-"""Where the client socket of a daemon lies."""
+"""Where the client socket of a daemon lies, and what is wrong with it where none answers."""
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from spark_client.errors import ConnectionFailed
+
 SOCKET_NAME = "client.sock"
 SYSTEM_SOCKET = Path("/run/sparkd") / SOCKET_NAME
+#: Longest path of a socket file on Linux.
+_PATH_BYTES = 107
 
 
 def find_socket(environment: Mapping[str, str] | None = None) -> Path:
@@ -28,3 +34,25 @@ def find_socket(environment: Mapping[str, str] | None = None) -> Path:
         return SYSTEM_SOCKET
     own = Path(env["XDG_RUNTIME_DIR"]) / "sparkd" / SOCKET_NAME
     return SYSTEM_SOCKET if not own.exists() and SYSTEM_SOCKET.exists() else own
+
+
+def probe(path: Path) -> None:
+    """ConnectionFailed if nobody listens at `path`. ZeroMQ's connect never fails; a plain one says what is wrong."""
+    if len(str(path).encode()) > _PATH_BYTES:
+        raise ConnectionFailed(f"{path}: a socket path has at most {_PATH_BYTES} bytes; use a shorter one")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(5.0)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            raise ConnectionFailed(_explain(path, error)) from None
+
+
+def _explain(path: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return f"no daemon at {path}: start one with 'sparkd serve MODEL', or name its socket in SPARKD_SOCKET_PATH"
+    if error.errno == errno.ECONNREFUSED:
+        return f"no daemon listens at {path} (it ended and left its socket): start one with 'sparkd serve MODEL'"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{path}: permission denied; its owner can let a group in with the setting socket.group"
+    return f"{path}: {error.strerror or error}"

@@ -5,26 +5,19 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from spark_client import messages as m
 from spark_client.address import find_socket
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
 from spark_client.link import Link, Mail
+from spark_client.output import Output, checked
 from spark_client.protocol import CONNECTION, Protocol
+from spark_client.requests import Parameters, answering, continuing
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    output_tokens: int
 
 
 class Client:
@@ -58,45 +51,16 @@ class Client:
                 f"{self.path}: a program listens but has not answered for {self._timeout:g} s; "
                 "if 'sparkd serve' runs there, it hangs: restart it"
             ) from None
-        if isinstance(answer, SparkClientError):
-            raise answer
-        if isinstance(answer, m.Failed):
-            raise RequestFailed(answer.code, answer.message, answer.retry)
-        if not isinstance(answer, m.Welcome) or answer.version != m.VERSION:
-            raise ConnectionFailed(f"{self.path}: the daemon does not speak version {m.VERSION} of the protocol")
-        return answer
+        return checked(answer, m.Welcome, self.path)
 
     def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        tokens: Sequence[int] | None = None,
-        model: str = "",
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        max_tokens: int = 256,
-        ignore_eos: bool = False,
+        self, prompt: str | None = None, *, tokens: Sequence[int] | None = None, **parameters: Unpack[Parameters]
     ) -> Stream:
         """Continue a text, or token ids. Returns when the daemon has accepted; raises RequestFailed if it has not.
 
-        temperature 0 takes the best token each time; top_k 0 and top_p 1 filter nothing; without seed one is drawn
-        (`Stream.seed` tells it). Output ends at the model's end token (unless `ignore_eos`), before any of the `stop`
-        strings, or after `max_tokens`.
+        Output ends at the model's end token, before a stop string, or after `max_tokens`: see `Parameters`.
         """
-        if (prompt is None) == (tokens is None):
-            raise ValueError("give either a prompt or tokens")
-        return self._start(
-            prompt=prompt,
-            tokens=None if tokens is None else list(tokens),
-            model=model,
-            sampling=m.Sampling(temperature=float(temperature), top_k=top_k, top_p=float(top_p), seed=seed),
-            stop=list(stop),
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-        )
+        return self._start(continuing(prompt, tokens, parameters))
 
     def chat(
         self,
@@ -104,29 +68,13 @@ class Client:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-        model: str = "",
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        max_tokens: int = 256,
-        ignore_eos: bool = False,
+        **parameters: Unpack[Parameters],
     ) -> Stream:
         """Answer a conversation: `messages` are maps with role and content, rendered by the model's chat template.
 
         `options` are the template's own (`{"enable_thinking": True}`). The rest is as for `generate`.
         """
-        return self._start(
-            chat=[dict(message) for message in messages],
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            options=dict(options or {}),
-            model=model,
-            sampling=m.Sampling(temperature=float(temperature), top_k=top_k, top_p=float(top_p), seed=seed),
-            stop=list(stop),
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-        )
+        return self._start(answering(messages, tools, options, parameters))
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of a text; `special`: control tokens spelled in it become their ids."""
@@ -146,7 +94,7 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _start(self, **fields: Any) -> Stream:
+    def _start(self, fields: Mapping[str, Any]) -> Stream:
         tag, mail = self._call(lambda protocol: protocol.generate(**fields))
         try:
             accepted = self._answer(mail, m.Accepted)
@@ -176,42 +124,20 @@ class Client:
             answer = mail.get(timeout=self._timeout)
         except queue.Empty:
             raise ConnectionFailed(f"{self.path}: the daemon has not answered for {self._timeout:g} s") from None
-        if isinstance(answer, SparkClientError):
-            raise answer
-        if isinstance(answer, m.Failed):
-            raise RequestFailed(answer.code, answer.message, answer.retry)
-        if not isinstance(answer, kind):
-            raise SparkClientError(f"{self.path}: unexpected answer {type(answer).__name__}")
-        return answer
+        return checked(answer, kind, self.path)
 
 
-class Stream:
-    """The output of one request: iterate over it for text as it comes, or over `events()` for every message.
+class Stream(Output):
+    """The output of one request (see `Output`): iterate over it for text as it comes, or over `events()`.
 
-    `request` is the daemon's id, `position` the number of requests before it when it was accepted. `text` and
-    `tokens` grow; `finish_reason` (stop, length, cancelled), `stop_string`, `usage`, `timings` and `seed` are None
-    until the end. Leaving the `with` block, or dropping the stream, cancels what is not finished.
+    Leaving the `with` block, or dropping the stream, cancels what is not finished.
     """
 
     def __init__(self, link: Link, tag: int, mail: Mail, accepted: m.Accepted) -> None:
-        self.request = accepted.request
-        self.position = accepted.position
-        self.tokens: list[int] = []
-        self.finish_reason: str | None = None
-        self.stop_string: str | None = None
-        self.usage: Usage | None = None
-        self.timings: m.Timings | None = None
-        self.seed: int | None = None
+        super().__init__(accepted)
         self._link = link
         self._tag = tag
         self._mail = mail
-        self._text: list[str] = []
-        self._error: SparkClientError | None = None
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._text)
 
     def events(self, timeout: float | None = None) -> Iterator[m.Progress | m.Chunk | m.Finished]:
         """Every message of the request, Finished last. RequestFailed when the daemon ends it, ConnectionFailed when
@@ -224,21 +150,13 @@ class Stream:
                 msg = self._mail.get(timeout=timeout)
             except queue.Empty:
                 raise TimeoutError(f"no output for {timeout:g} s") from None
-            if isinstance(msg, SparkClientError):
-                self._error = msg
-            elif isinstance(msg, m.Failed):
-                self._error = RequestFailed(msg.code, msg.message, msg.retry)
-                self._link.forget(self._tag)
-            elif isinstance(msg, m.Chunk):
-                self.tokens.extend(msg.tokens)
-                self._text.append(msg.text)
+            event = self._take(msg)
+            if isinstance(event, m.Chunk):
                 self._link.consumed(self._tag)
-                yield msg
-            elif isinstance(msg, m.Finished):
-                self._finish(msg)
-                yield msg
-            elif isinstance(msg, m.Progress):
-                yield msg
+            if not self._open:
+                self._link.forget(self._tag)
+            if event is not None:
+                yield event
 
     def __iter__(self) -> Iterator[str]:
         for event in self.events():
@@ -259,7 +177,7 @@ class Stream:
 
     def close(self) -> None:
         """Cancel the request unless it is over, and read no more of it."""
-        if self.finish_reason is None and self._error is None:
+        if self._open:
             self._error = SparkClientError("the stream is closed")
             self._link.cancel(self._tag, forget=True)
 
@@ -270,13 +188,5 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        if self.finish_reason is None and self._error is None:
+        if self._open:
             self._link.abandon(self._tag)
-
-    def _finish(self, msg: m.Finished) -> None:
-        self.finish_reason = msg.reason
-        self.stop_string = msg.stop
-        self.usage = Usage(msg.prompt_tokens, msg.output_tokens)
-        self.timings = msg.timings
-        self.seed = msg.seed
-        self._link.forget(self._tag)

@@ -4,7 +4,6 @@ the app is busy with its own work; so one thread sends, receives and pings, and 
 
 from __future__ import annotations
 
-import errno
 import queue
 import socket
 import threading
@@ -17,13 +16,10 @@ from pathlib import Path
 import zmq
 
 from spark_client import messages as m
+from spark_client.address import probe
 from spark_client.errors import ConnectionFailed, SparkClientError
+from spark_client.lease import Lease
 from spark_client.protocol import CONNECTION, Protocol
-
-#: Longest path of a socket file on Linux.
-_PATH_BYTES = 107
-#: Until the daemon has told its lease.
-_FIRST_LEASE_S = 10.0
 
 Mail = queue.SimpleQueue["m.Message | SparkClientError"]
 
@@ -32,7 +28,7 @@ class Link:
     """A connection to the daemon. Each call has a queue for its messages; a lost connection fails all of them."""
 
     def __init__(self, path: Path) -> None:
-        _probe(path)
+        probe(path)
         self._path = path
         self._lock = threading.Lock()
         self._protocol = Protocol()
@@ -40,7 +36,7 @@ class Link:
         self._abandoned: deque[int] = deque()
         self._error: SparkClientError | None = None
         self._closing = False
-        self._lease_s = _FIRST_LEASE_S
+        self._lease = Lease(time.monotonic())
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -136,25 +132,21 @@ class Link:
         for source in (sock, monitor, self._wake_out):
             poller.register(source, zmq.POLLIN)
         sock.connect(f"ipc://{self._path}")
-        pinged = time.monotonic()
-        waiting_since: float | None = None
         try:
             while True:
-                ready = dict(poller.poll(round(self._lease_s * 250)))
+                ready = dict(poller.poll(round(self._lease.tick_s * 1000)))
                 if self._wake_out.fileno() in ready:
                     with suppress(BlockingIOError):
                         self._wake_out.recv(4096)
                 heard = self._receive(sock)
                 now = time.monotonic()
                 if heard:
-                    waiting_since = None
+                    self._lease.heard()
                 elif monitor in ready:
                     raise ConnectionFailed(f"{self._path}: the daemon closed the connection or ended")
-                elif waiting_since is not None and now - waiting_since > self._lease_s:
-                    raise ConnectionFailed(f"{self._path}: the daemon has not answered for {self._lease_s:.0f} s")
-                if now - pinged >= self._lease_s / 4:
-                    pinged = now
-                    waiting_since = waiting_since or now
+                elif self._lease.over(now):
+                    raise ConnectionFailed(f"{self._path}: the daemon has not answered for {self._lease.seconds:.0f} s")
+                if self._lease.ping_due(now):
                     with self._lock:
                         self._protocol.ping()
                 if not self._send(sock):
@@ -172,7 +164,7 @@ class Link:
             with self._lock:
                 tag, msg = self._protocol.receive(data)
                 if isinstance(msg, m.Welcome):
-                    self._lease_s = max(msg.lease_s, 0.1)
+                    self._lease.granted(msg.lease_s)
                 mail = self._mail.get(tag) if tag is not None else None
             if mail is not None:
                 mail.put(msg)
@@ -190,8 +182,12 @@ class Link:
             closing = self._closing
             outgoing = list(self._protocol.outgoing)
             self._protocol.outgoing.clear()
-        for data in outgoing:
-            sock.send(data)
+        try:
+            for data in outgoing:
+                sock.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            # There is no high-water mark: nobody is connected any more.
+            raise ConnectionFailed(f"{self._path}: the daemon closed the connection or ended") from None
         return not closing
 
     def _fail(self, error: SparkClientError) -> None:
@@ -201,25 +197,3 @@ class Link:
             self._mail.clear()
         for mail in waiting:
             mail.put(self._error)
-
-
-def _probe(path: Path) -> None:
-    """ZeroMQ's connect never fails; a plain one says at once what is wrong with the path."""
-    if len(str(path).encode()) > _PATH_BYTES:
-        raise ConnectionFailed(f"{path}: a socket path has at most {_PATH_BYTES} bytes; use a shorter one")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(5.0)
-        try:
-            probe.connect(str(path))
-        except OSError as error:
-            raise ConnectionFailed(_explain(path, error)) from None
-
-
-def _explain(path: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return f"no daemon at {path}: start one with 'sparkd serve MODEL', or name its socket in SPARKD_SOCKET_PATH"
-    if error.errno == errno.ECONNREFUSED:
-        return f"no daemon listens at {path} (it ended and left its socket): start one with 'sparkd serve MODEL'"
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return f"{path}: permission denied; its owner can let a group in with the setting socket.group"
-    return f"{path}: {error.strerror or error}"

@@ -1,0 +1,85 @@
+"""What has come of one request, for both clients: messages in, text and figures out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from spark_client import messages as m
+from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
+
+_T = TypeVar("_T")
+
+
+def checked(answer: m.Message | SparkClientError, kind: type[_T], path: Path) -> _T:
+    """The daemon's answer if it is a `kind`, else the error that it means."""
+    if isinstance(answer, SparkClientError):
+        raise answer
+    if isinstance(answer, m.Failed):
+        raise RequestFailed(answer.code, answer.message, answer.retry)
+    if isinstance(answer, m.Welcome) and answer.version != m.VERSION:
+        raise ConnectionFailed(f"{path}: the daemon does not speak version {m.VERSION} of the protocol")
+    if not isinstance(answer, kind):
+        raise SparkClientError(f"{path}: unexpected answer {type(answer).__name__}")
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Output:
+    """The output of one request so far.
+
+    `request` is the daemon's id, `position` the number of requests before it when it was accepted. `text` and
+    `tokens` grow; `finish_reason` (stop, length, cancelled), `stop_string`, `usage`, `timings` and `seed` are None
+    until the end.
+    """
+
+    def __init__(self, accepted: m.Accepted) -> None:
+        self.request = accepted.request
+        self.position = accepted.position
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        self.usage: Usage | None = None
+        self.timings: m.Timings | None = None
+        self.seed: int | None = None
+        self._text: list[str] = []
+        self._error: SparkClientError | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._text)
+
+    @property
+    def _open(self) -> bool:
+        """Whether more may come."""
+        return self.finish_reason is None and self._error is None
+
+    def _take(self, msg: m.Message | SparkClientError) -> m.Progress | m.Chunk | m.Finished | None:
+        """Note a message of the request; returns it if it is one for the app. Failures are kept for the next read."""
+        if isinstance(msg, SparkClientError):
+            self._error = msg
+        elif isinstance(msg, m.Failed):
+            self._error = RequestFailed(msg.code, msg.message, msg.retry)
+        elif isinstance(msg, m.Chunk):
+            self.tokens.extend(msg.tokens)
+            self._text.append(msg.text)
+            return msg
+        elif isinstance(msg, m.Finished):
+            self.finish_reason = msg.reason
+            self.stop_string = msg.stop
+            self.usage = Usage(msg.prompt_tokens, msg.output_tokens)
+            self.timings = msg.timings
+            self.seed = msg.seed
+            return msg
+        elif isinstance(msg, m.Progress):
+            return msg
+        return None

@@ -1,0 +1,67 @@
+"""What an app may ask for, in the words of both clients: keyword arguments in, fields of `messages.Generate` out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, cast
+
+from spark_client import messages as m
+
+
+class Parameters(TypedDict, total=False):
+    """Keyword arguments of every request; the daemon refuses impossible values.
+
+    model: the name of the one that is served, or "" (the default) for whichever it is.
+    temperature: 0 (the default) takes the best token each time.
+    top_k, top_p: sample from the k best, and from the best that sum up to p; 0 and 1 (the defaults) filter nothing.
+    seed: the same seed gives the same tokens; without one it is drawn (`Stream.seed` tells it).
+    stop: strings before which the output ends.
+    max_tokens: output tokens at most (256).
+    ignore_eos: go on after the model's end token.
+    """
+
+    model: str
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: Sequence[str]
+    max_tokens: int
+    ignore_eos: bool
+
+
+_SAMPLING = {field.name for field in dataclasses.fields(m.Sampling)}
+
+
+def continuing(prompt: str | None, tokens: Sequence[int] | None, parameters: Parameters) -> dict[str, Any]:
+    """Fields of a request that continues a text, or token ids. ValueError when it is not exactly one of them."""
+    if (prompt is None) == (tokens is None):
+        raise ValueError("give either a prompt or tokens")
+    return {"prompt": prompt, "tokens": None if tokens is None else list(tokens), **_fields(parameters)}
+
+
+def answering(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any] | None,
+    parameters: Parameters,
+) -> dict[str, Any]:
+    """Fields of a request that answers a conversation."""
+    return {
+        "chat": [dict(message) for message in messages],
+        "tools": None if tools is None else [dict(tool) for tool in tools],
+        "options": dict(options or {}),
+        **_fields(parameters),
+    }
+
+
+def _fields(parameters: Parameters) -> dict[str, Any]:
+    """TypeError for a parameter that does not exist."""
+    given = dict(cast("Mapping[str, Any]", parameters))
+    if unknown := given.keys() - Parameters.__annotations__.keys():
+        raise TypeError(f"unknown parameter {min(unknown)!r}; there are: {', '.join(Parameters.__annotations__)}")
+    if "stop" in given:
+        given["stop"] = list(given["stop"])
+    sampling = {name: given.pop(name) for name in _SAMPLING & given.keys()}
+    return {**given, "sampling": m.Sampling(**sampling)}
