@@ -116,7 +116,7 @@ class AsyncLink:
         # and the task is about to find out about that.
         with suppress(zmq.Again):
             while self._protocol.outgoing:
-                self._socket.send(self._protocol.outgoing.popleft(), zmq.NOBLOCK).result()
+                asyncio.ensure_future(self._socket.send(self._protocol.outgoing.popleft(), zmq.NOBLOCK)).result()
 
     async def _run(self, sock: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
         try:
