@@ -9,7 +9,8 @@ A request:
       │                       ▼                      ▼
       └── cancel ... ──►   aborting ──Done──►       over
 
-The worker is given as many requests as it runs at once (`seats`); all others wait here. Output is sent against the
+The worker is given as many requests as it runs at once (`seats`); all others wait here. Those that a worker left behind
+are resumed before new ones, in the order that `probation` allows. Output is sent against the
 app's credit alone; without credit it gathers in one chunk, which the request's length bounds. An app that has
 output waiting for longer than `STALL_S` loses the request, one that is silent for `LEASE_S` loses all of its requests.
 """
@@ -25,6 +26,7 @@ from sparkd.config import LimitSettings
 from sparkd.errors import SparkError, UnavailableError
 from sparkd.ipc import messages as m
 from sparkd.ipc.messages import Message
+from sparkd.supervisor import probation
 from sparkd.supervisor.admission import Served, check
 from sparkd.supervisor.journal import Entry
 
@@ -32,8 +34,6 @@ from sparkd.supervisor.journal import Entry
 LEASE_S = 20.0
 #: Seconds that output may wait for an app's credit.
 STALL_S = 60.0
-#: Workers that may end while they run one request before the request counts as the cause.
-MAX_CRASHES = 3
 MAX_CLIENTS = 256
 #: Credit one stream may hold, and questions of all apps that wait for an answer.
 MAX_CREDIT = 1024
@@ -108,10 +108,14 @@ class FrontDoor:
         self._clients: dict[bytes, Client] = {}
         self._requests: dict[int, Request] = {}
         self._queue: deque[Request] = deque()
+        #: Requests that a lost worker ran; they wait before the queue.
+        self._left: deque[Request] = deque()
         self._questions: dict[int, tuple[bytes, int]] = {}
         self._last = 0
         self._worker = False
+        #: Why no request is taken on now, and why none ever will be.
         self._refusal: str | None = None
+        self._closed: str | None = None
         self.totals = Totals()
         self.to_clients: deque[tuple[bytes, Message]] = deque()
         self.to_worker: deque[Message] = deque()
@@ -128,17 +132,22 @@ class FrontDoor:
     @property
     def queued(self) -> int:
         """Requests that wait for a seat."""
-        return len(self._queue)
+        return len(self._queue) + len(self._left)
 
     @property
     def running(self) -> int:
         """Requests the worker has."""
-        return sum(r.stage in (Stage.RUNNING, Stage.ABORTING) for r in self._requests.values())
+        return len(self._at_worker())
 
     @property
     def idle(self) -> bool:
         """No request is open."""
         return not self._requests
+
+    @property
+    def waiting_peers(self) -> list[bytes]:
+        """Connections with open requests."""
+        return [client.peer for client in self._clients.values() if client.requests]
 
     # ---- apps ----
 
@@ -169,9 +178,9 @@ class FrontDoor:
             case _:
                 self._send(peer, m.Failed(None, None, "protocol", f"apps do not send {type(msg).__name__}"))
 
-    def malformed(self, peer: bytes, reason: str) -> None:
-        """Answer what was no message."""
-        self._send(peer, m.Failed(None, None, "protocol", reason))
+    def malformed(self, peer: bytes, reason: str, tag: int | None = None) -> None:
+        """Answer what was no message, under the tag it had if that could be read."""
+        self._send(peer, m.Failed(tag, None, "protocol", reason))
 
     def gone(self, peer: bytes, now: float) -> None:
         """A connection is lost or takes nothing any more: its requests end, nothing more is sent to it."""
@@ -205,32 +214,51 @@ class FrontDoor:
         self._refusal = None
         self._fill_seats(now)
 
+    def worker_silent(self, reason: str) -> None:
+        """The worker shows no life: it gets nothing new until it does, or is lost; new requests are refused."""
+        self._refusal = reason
+
+    def worker_back(self, now: float) -> None:
+        """The worker lives after all."""
+        if self._worker:
+            self.worker_ready(now)
+
     def worker_lost(self, reason: str, now: float) -> None:
         """The worker is gone and another will come: what it ran waits to be resumed, new requests are refused."""
         self._worker = False
         self._refusal = reason
         self.to_worker.clear()
         self._fail_questions(reason)
-        lost = [r for r in self._requests.values() if r.stage in (Stage.RUNNING, Stage.ABORTING)]
-        for request in sorted(lost, key=lambda r: r.number, reverse=True):
+        lost = self._at_worker()
+        cause = probation.crashed([request.entry for request in lost])
+        for request in lost:
             if request.stage is Stage.ABORTING:
                 self._over(request)
-                continue
-            request.entry.crashes += 1
-            if request.entry.crashes >= MAX_CRASHES:
-                what = f"{MAX_CRASHES} workers ended while they ran this request; last: {reason}"
+            elif request.entry is cause:
+                what = f"{cause.crashes} workers ended while they ran this request; last: {reason}"
                 self._conclude(request, self._failed(request, "crashed", what), now)
             else:
                 request.stage = Stage.QUEUED
-                self._queue.appendleft(request)
+                self._left.append(request)
+        self._left = deque(sorted(self._left, key=lambda r: (r.entry.standing, r.number)))
+
+    def drain(self, reason: str, now: float) -> None:
+        """Take on nothing more: what has begun may finish, all else ends or is refused with `reason`."""
+        self._closed = reason
+        for request in list(self._queue):
+            self._abandon(request, self._failed(request, "unavailable", reason, retry=True), now)
 
     def close(self, reason: str, now: float) -> None:
         """Nothing can be served any more: open requests end with `reason`, new ones are refused with it."""
-        self._refusal = reason
+        self._closed = reason
         self._fail_questions(reason)
         for request in list(self._requests.values()):
             if request.stage is not Stage.ABORTING:
                 self._abandon(request, self._failed(request, "unavailable", reason, retry=True), now)
+
+    def set_limits(self, limits: LimitSettings) -> None:
+        """Go on with other limits; what they do not allow any more ends by itself."""
+        self._limits = limits
 
     def from_worker(self, msg: Message, now: float) -> None:
         """Take a message of the worker. Those about requests that are over already are late, not wrong."""
@@ -286,8 +314,9 @@ class FrontDoor:
 
     def _check_open(self) -> None:
         """UnavailableError unless one more request may come in."""
-        if self._refusal is not None:
-            raise UnavailableError(self._refusal, fix="try again later")
+        refusal = self._closed or self._refusal
+        if refusal is not None:
+            raise UnavailableError(refusal, fix="try again later")
         free = max(0, self._limits.sequences - self.running) if self._worker else 0
         if len(self._queue) >= self._limits.queue + free:
             raise UnavailableError(
@@ -318,7 +347,7 @@ class FrontDoor:
         self._fill_seats(now)
 
     def _tokenize(self, client: Client, msg: m.Tokenize) -> None:
-        reason = self._refusal if self._worker else self._refusal or "the worker is not ready yet"
+        reason = self._closed or self._refusal or (None if self._worker else "the worker is not ready yet")
         if reason is None and len(self._questions) >= MAX_QUESTIONS:
             reason = f"{MAX_QUESTIONS} questions wait already"
         if reason is not None:
@@ -342,9 +371,17 @@ class FrontDoor:
             self._send(peer, m.Failed(tag, None, UnavailableError.code, reason, retry=True))
         self._questions.clear()
 
+    def _at_worker(self) -> list[Request]:
+        return [r for r in self._requests.values() if r.stage in (Stage.RUNNING, Stage.ABORTING)]
+
     def _fill_seats(self, now: float) -> None:
-        while self._worker and self._queue and self.running < self._limits.sequences:
-            request = self._queue.popleft()
+        while self._worker and self._refusal is None:
+            waiting, running = self._left or self._queue, self._at_worker()
+            if not waiting or len(running) >= self._limits.sequences:
+                return
+            if not probation.may_start(waiting[0].entry, [request.entry for request in running]):
+                return
+            request = waiting.popleft()
             request.stage = Stage.RUNNING
             request.started = now if request.started is None else request.started
             self.to_worker.append(request.entry.run(request.number))
@@ -355,6 +392,7 @@ class FrontDoor:
                 f"request {request.number}: output {msg.index} came where {len(request.entry.produced)} was due"
             )
         request.entry.produced.append(msg.token)
+        probation.produced(request.entry)
         request.first_token = now if request.first_token is None else request.first_token
         self.totals.output_tokens += 1
         request.tokens.append(msg.token)
@@ -396,7 +434,7 @@ class FrontDoor:
             self._send(request.client.peer, end)
         request.end = end
         if request.stage is Stage.QUEUED:
-            self._queue.remove(request)
+            (self._left if request in self._left else self._queue).remove(request)
         if request.stage is Stage.RUNNING:
             self.to_worker.append(m.Abort(request.number))
             request.stage = Stage.ABORTING

@@ -8,20 +8,34 @@ the same seed and ids lead to the very same tokens.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from dataclasses import dataclass, field
 
 from sparkd.ipc.messages import Admitted, Generate, Run
 
 
+class Standing(enum.IntEnum):
+    """How a request is thought of after a worker ended, in the order of resuming (`probation` says how it changes)."""
+
+    ACCUSED = 0
+    CLEAR = 1
+    SUSPECT = 2
+
+
 @dataclass(slots=True)
 class Entry:
-    """One request. `crashes` counts the workers that ended while they ran it."""
+    """One request. `crashes` counts the workers that ended while they ran it, as far as it may have been the cause.
+
+    With `proof_at` output tokens one that is not clear becomes so.
+    """
 
     ask: Generate
     prompt: list[int] | None = None
     seed: int | None = None
     produced: list[int] = field(default_factory=list)
     crashes: int = 0
+    standing: Standing = Standing.CLEAR
+    proof_at: int = 0
 
     def admitted(self, msg: Admitted) -> None:
         """Note the prompt's ids and the seed; they stay the same when a request is admitted again."""

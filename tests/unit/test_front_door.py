@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sparkd.config import LimitSettings
 from sparkd.ipc import messages as m
 from sparkd.supervisor.admission import Served
-from sparkd.supervisor.front_door import LEASE_S, MAX_CRASHES, STALL_S, FrontDoor
+from sparkd.supervisor.front_door import LEASE_S, STALL_S, FrontDoor
+from sparkd.supervisor.journal import Standing
+from sparkd.supervisor.probation import MAX_CRASHES, PROOF_TOKENS
 
 LIMITS = LimitSettings(context=100, sequences=2, queue=3, timeout_s=1000.0)
 SERVED = Served("tiny", 100, 50)
@@ -57,6 +59,10 @@ class House:
         taken = list(self.door.to_worker)
         self.door.to_worker.clear()
         return taken
+
+    def standings(self) -> list[Standing]:
+        """Of the requests at the worker."""
+        return [request.entry.standing for request in self.door._at_worker()]
 
     def worker(self, *msgs: m.Message) -> None:
         for msg in msgs:
@@ -271,6 +277,73 @@ def test_a_request_that_costs_worker_after_worker_fails_alone(house: House) -> N
     assert isinstance(house.ask(b"b"), m.Accepted)
 
 
+def test_requests_left_by_a_worker_are_resumed_one_after_another_before_new_ones(house: House) -> None:
+    first, second, third = (house.accepted(b"a", tag=i) for i in range(3))
+    house.orders()
+    house.produce(first, 0, 5)
+    house.door.worker_lost("killed", 1.0)
+    house.door.worker_ready(2.0)
+    assert [run.request for run in house.orders()] == [first]
+    house.produce(first, 5, PROOF_TOKENS)
+    assert [run.request for run in house.orders()] == [second]
+    house.done(first)
+    assert house.orders() == []
+    house.produce(second, 0, PROOF_TOKENS)
+    assert [run.request for run in house.orders()] == [third]
+
+
+def test_a_request_fails_when_workers_end_with_nothing_else_running_and_its_neighbour_does_not(house: House) -> None:
+    guilty, innocent = house.accepted(b"a"), house.accepted(b"b", max_tokens=50)
+    for _ in range(MAX_CRASHES):
+        house.door.worker_lost("killed by signal 11", 0.0)
+        house.door.worker_ready(0.0)
+    (failed,) = [msg for msg in house.heard(b"a") if isinstance(msg, m.Failed)]
+    assert failed.request == guilty and failed.code == "crashed"
+    assert [run.request for run in house.orders()][-1] == innocent
+    house.done(innocent)
+    assert isinstance(house.heard(b"b")[-1], m.Finished)
+
+
+def test_a_silent_worker_gets_nothing_new_and_new_requests_may_be_retried(house: House) -> None:
+    running = house.accepted(b"a")
+    house.orders()
+    house.door.worker_silent("the worker shows no life")
+    answer = house.ask(b"b")
+    assert isinstance(answer, m.Failed) and answer.retry and "no life" in answer.message
+    house.produce(running, 0, 1)
+    house.door.worker_back(1.0)
+    assert isinstance(house.ask(b"b"), m.Accepted)
+    house.door.worker_lost("killed", 2.0)
+    house.door.worker_back(3.0)
+    assert isinstance(house.ask(b"b"), m.Failed)
+
+
+def test_draining_lets_what_runs_finish_and_refuses_the_rest(house: House) -> None:
+    first, second, waiting = (house.accepted(b"a", tag=i) for i in range(3))
+    house.orders()
+    house.door.drain("the daemon is being stopped", 1.0)
+    (ended,) = [msg for msg in house.heard(b"a") if isinstance(msg, m.Failed)]
+    assert ended.request == waiting and ended.retry
+    refused = house.ask(b"b")
+    assert isinstance(refused, m.Failed) and refused.retry and "being stopped" in refused.message
+    house.door.worker_lost("killed", 1.0)
+    house.door.worker_ready(2.0)
+    assert isinstance(house.ask(b"b"), m.Failed)
+    house.done(first)
+    assert not house.door.idle
+    house.done(second)
+    assert house.door.idle
+
+
+def test_other_limits_hold_from_now_on(house: House) -> None:
+    for tag in range(2):
+        house.accepted(b"a", tag=tag)
+    house.door.set_limits(LIMITS.model_copy(update={"queue": 0}))
+    assert isinstance(house.ask(b"b"), m.Failed)
+    house.door.set_limits(LIMITS)
+    assert isinstance(house.ask(b"b"), m.Accepted)
+
+
 def test_closing_ends_every_request_with_the_reason(house: House) -> None:
     numbers = {house.accepted(b"a", tag=i) for i in range(4)}
     house.door.receive(b"b", m.Tokenize(8, "text"), 0.0)
@@ -392,7 +465,8 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def no_more_run_than_there_are_seats(self) -> None:
         assert len(self.at_worker) == self.house.door.running <= LIMITS.sequences
-        assert self.house.door.queued == 0 or self.house.door.running == LIMITS.sequences
+        on_trial = any(standing is not Standing.CLEAR for standing in self.house.standings())
+        assert self.house.door.queued == 0 or self.house.door.running == LIMITS.sequences or on_trial
 
     def teardown(self) -> None:
         """Whatever happened, every request can still come to its end with all its tokens."""
