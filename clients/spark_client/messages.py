@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .wire import INTERNAL_MAX_BYTES as INTERNAL_MAX_BYTES
 from .wire import MAX_BYTES as MAX_BYTES
 from .wire import VERSION as VERSION
 from .wire import Json as Json
@@ -50,13 +51,30 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Bias:
+    """Added to the logit of one token."""
+
+    token: int
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen. temperature 0: the best one; top_k 0, top_p 1: no filter; no seed: drawn at admission."""
+    """How a token is chosen; the defaults take the best one, and nothing changes or filters (docs/arithmetic.md).
+
+    temperature 0: the best token. top_k 0, top_p 1, min_p 0: no filter. repetition_penalty (1: none) concerns ids of
+    prompt and output, presence_penalty and frequency_penalty (0: none) those of the output. No seed: drawn at admission.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[Bias] = field(default_factory=list)
 
 
 @message("generate")
@@ -64,7 +82,10 @@ class Generate:
     """Generate from exactly one of `prompt` (text), `tokens` (ids) and `chat` (messages for the chat template).
 
     `credit`: chunks that may be sent before the app grants more with Credit. `options` are keyword arguments for the
-    chat template (`enable_thinking` ...). Model "" is the one that is served.
+    chat template (`enable_thinking` ...). Model "" is the one that is served. `ignore_eos`: what ends an answer of the
+    model's own accord (an end token, or its text) is output like any other and ends nothing. `logprobs`: None, or how
+    many of the most likely tokens Chunk names beside each chosen one. `timeout_s`: seconds from now after which the
+    request fails, wherever it is then; None: the daemon's limit.
     """
 
     tag: int
@@ -79,6 +100,8 @@ class Generate:
     max_tokens: int = 256
     ignore_eos: bool = False
     credit: int = 64
+    logprobs: int | None = None
+    timeout_s: float | None = None
 
 
 @message("accepted")
@@ -92,22 +115,50 @@ class Accepted:
 
 @message("progress")
 class Progress:
-    """What a request that sends no text yet is doing: `stage` is queued or prefill; done of total."""
+    """What a request that sends no text yet is doing; sent when it changes, and at most every half second.
+
+    `stage` queued: `position` requests are before it (others that come may be, too: apps take turns). `stage` prefill:
+    `done` of `total` prompt tokens are read.
+    """
 
     request: int
     stage: str
     done: int
     total: int
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token and the natural logarithm of its probability."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The logarithm of a chosen token's probability, and the most likely tokens, best first.
+
+    Probabilities are the model's own: before bias, penalties, filters and temperature.
+    """
+
+    logprob: float
+    best: list[Logprob]
 
 
 @message("chunk")
 class Chunk:
-    """New output: `tokens` ids, the first of them output number `index`, and the text that became certain."""
+    """New output: `tokens` ids, the first of them output number `index`, and the text that became certain.
+
+    `choices` has one entry per token where the request asked for `logprobs`, else it is None.
+    """
 
     request: int
     index: int
     tokens: list[int]
     text: str
+    choices: list[Choice] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +172,11 @@ class Timings:
 
 @message("finished")
 class Finished:
-    """The end of a request: `reason` is stop (end token or stop string), length, or cancelled."""
+    """The end of a request: `reason` is stop (end token or stop string), length, or cancelled.
+
+    `hit_rate`: share of the experts its tokens were routed to that were resident (None: none was routed);
+    `resumed`: how often a worker that ended was replaced under it.
+    """
 
     request: int
     reason: str
@@ -130,6 +185,8 @@ class Finished:
     output_tokens: int
     seed: int
     timings: Timings
+    hit_rate: float | None = None
+    resumed: int = 0
 
 
 @message("failed")
@@ -272,6 +329,7 @@ class Run:
     max_tokens: int
     ignore_eos: bool
     produced: list[int] = field(default_factory=list)
+    logprobs: int | None = None
 
 
 @message("admitted")
@@ -300,6 +358,7 @@ class Produced:
     index: int
     token: int
     text: str
+    choice: Choice | None = None
 
 
 @message("done")
@@ -314,6 +373,7 @@ class Done:
     output_tokens: int
     seed: int
     timings: Timings
+    hit_rate: float | None = None
 
 
 @message("refused")

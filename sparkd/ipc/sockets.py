@@ -34,8 +34,9 @@ CLIENT_MODE = 0o660
 class Malformed(MessageError):
     """A message from `peer` (routing id; empty on sockets with one peer) breaks the protocol."""
 
-    def __init__(self, peer: bytes, reason: str) -> None:
+    def __init__(self, peer: bytes, reason: str, tag: int | None = None) -> None:
         self.peer = peer
+        self.tag = tag
         super().__init__(reason)
 
 
@@ -105,16 +106,18 @@ class Router:
         mode: int = INTERNAL_MODE,
         group: int = -1,
         high_water: int = HIGH_WATER,
+        max_bytes: int = messages.INTERNAL_MAX_BYTES,
     ) -> None:
         """Bind at `path` with file mode `mode`, owned by group id `group` (-1: as it comes)."""
-        self.socket = _socket(context, zmq.ROUTER, high_water)
+        self.socket = _socket(context, zmq.ROUTER, high_water, max_bytes)
+        self._max_bytes = max_bytes
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         _bind(self.socket, path, mode, group)
 
     def send(self, peer: bytes, msg: Message) -> None:
         """Queue `msg` for `peer`. PeerGone, PeerSlow; MessageError when it is too large."""
         try:
-            self.socket.send_multipart([peer, messages.encode(msg)], zmq.NOBLOCK)
+            self.socket.send_multipart([peer, messages.encode(msg, self._max_bytes)], zmq.NOBLOCK)
         except zmq.Again:
             raise PeerSlow(f"peer {peer!r} does not read") from None
         except zmq.ZMQError as error:
@@ -128,7 +131,7 @@ class Router:
             peer, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return peer, _decode(peer, parts)
+        return peer, _decode(peer, parts, self._max_bytes)
 
     def close(self) -> None:
         """Close at once; what was not sent is dropped."""
@@ -167,7 +170,7 @@ class Channel:
 
     def send(self, msg: Message, wait_s: float = 0.0) -> None:
         """Queue `msg`; when the queue is full wait up to `wait_s` seconds, then PeerSlow."""
-        data = messages.encode(msg)
+        data = messages.encode(msg, messages.INTERNAL_MAX_BYTES)
         try:
             self.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
@@ -180,7 +183,7 @@ class Channel:
         if wait_s and not self.socket.poll(int(wait_s * 1000)):
             return None
         try:
-            return _decode(b"", self.socket.recv_multipart(zmq.NOBLOCK))
+            return _decode(b"", self.socket.recv_multipart(zmq.NOBLOCK), messages.INTERNAL_MAX_BYTES)
         except zmq.Again:
             return None
 
@@ -189,12 +192,14 @@ class Channel:
         self.socket.close(linger=int(flush_s * 1000))
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, high_water: int) -> zmq.Socket[bytes]:
+def _socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, high_water: int, max_bytes: int = messages.INTERNAL_MAX_BYTES
+) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)
-    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     return socket
 
 
@@ -215,10 +220,10 @@ def _bind(socket: zmq.Socket[bytes], path: Path, mode: int, group: int) -> None:
     path.chmod(mode)
 
 
-def _decode(peer: bytes, parts: list[bytes]) -> Message:
+def _decode(peer: bytes, parts: list[bytes], max_bytes: int) -> Message:
     if len(parts) != 1:
         raise Malformed(peer, f"message has {len(parts)} frames, expected one")
     try:
-        return messages.decode(parts[0])
+        return messages.decode(parts[0], max_bytes)
     except MessageError as error:
-        raise Malformed(peer, str(error)) from None
+        raise Malformed(peer, str(error), error.tag) from None

@@ -16,8 +16,10 @@ from typing import Any, TypeVar, dataclass_transform
 import msgpack
 
 VERSION = 1
-#: One message, packed. A prompt of a million tokens fits.
+#: One message between app and daemon, packed. A prompt of a million tokens fits.
 MAX_BYTES = 16 << 20
+#: One message between processes of the daemon: more than any message of an app becomes with what is added to it.
+INTERNAL_MAX_BYTES = 64 << 20
 #: Nesting of maps and lists in free-form fields (msgpack itself refuses more than 1024 levels).
 MAX_DEPTH = 24
 #: Items of one list. What a chat may hold is the text layer's to bound; these are the wire's bounds.
@@ -29,7 +31,9 @@ Message = Any
 
 
 class MessageError(ValueError):
-    """A message breaks the protocol: one line that says how."""
+    """A message breaks the protocol: one line that says how, and the message's own tag where it could be read."""
+
+    tag: int | None = None
 
 
 _TYPES: dict[str, type[Any]] = {}
@@ -49,25 +53,25 @@ def message(name: str) -> typing.Callable[[type[_T]], type[_T]]:
     return register
 
 
-def encode(msg: Message) -> bytes:
-    """Pack a message. MessageError when it is larger than `MAX_BYTES` or holds what msgpack cannot say."""
+def encode(msg: Message, limit: int = MAX_BYTES) -> bytes:
+    """Pack a message. MessageError when it is larger than `limit` or holds what msgpack cannot say."""
     body = {f.name: _plain(getattr(msg, f.name)) for f in dataclasses.fields(msg)}
     try:
         data: bytes = msgpack.packb({"v": VERSION, "t": msg.wire_name, **body}, use_bin_type=True)
     except (ValueError, TypeError, OverflowError) as error:
         raise MessageError(f"{msg.wire_name}: cannot be packed: {error}"[:200]) from None
-    if len(data) > MAX_BYTES:
-        raise MessageError(f"{msg.wire_name}: message has {len(data)} bytes, the limit is {MAX_BYTES}")
+    if len(data) > limit:
+        raise MessageError(f"{msg.wire_name}: message has {len(data)} bytes, the limit is {limit}")
     return data
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes, limit: int = MAX_BYTES) -> Message:
     """Unpack and validate a message. MessageError says what is wrong with it."""
-    if len(data) > MAX_BYTES:
-        raise MessageError(f"message has {len(data)} bytes, the limit is {MAX_BYTES}")
+    if len(data) > limit:
+        raise MessageError(f"message has {len(data)} bytes, the limit is {limit}")
     try:
         body = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=65536, max_str_len=MAX_BYTES
+            data, raw=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=65536, max_str_len=limit
         )
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise MessageError(f"message is not msgpack: {error}") from None
@@ -76,16 +80,23 @@ def decode(data: bytes) -> Message:
     version = body.pop("v", None)
     if version != VERSION:
         raise MessageError(f"this side speaks protocol version {VERSION}, the message has {version!r}"[:200])
-    name = body.pop("t", None)
-    cls = _TYPES.get(name) if isinstance(name, str) else None
-    if cls is None:
-        raise MessageError(f"unknown message type {name!r}"[:200])
-    return _build(cls, body, str(name))
+    name, tag = body.pop("t", None), body.get("tag")
+    try:
+        cls = _TYPES.get(name) if isinstance(name, str) else None
+        if cls is None:
+            raise MessageError(f"unknown message type {name!r}"[:200])
+        return _build(cls, body, str(name))
+    except MessageError as error:
+        error.tag = tag if type(tag) is int else None
+        raise
 
 
 def _plain(value: Any) -> Any:
+    """Nested records as maps; a list holds either records alone or none."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+        return [_plain(item) for item in value]
     return value
 
 

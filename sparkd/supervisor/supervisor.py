@@ -82,7 +82,7 @@ class Supervisor:
         self._notify = Notifier()
         self._started = time.monotonic()
         self._control = Router(context, run_dir.control, high_water=_HIGH_WATER)
-        self._client = Router(context, client.path, CLIENT_MODE, client.group, _HIGH_WATER)
+        self._client = Router(context, client.path, CLIENT_MODE, client.group, _HIGH_WATER, m.MAX_BYTES)
         served = Served(plan.model, plan.context, plan.vocab)
         self._door = FrontDoor(settings.limits, served, os.getpid())
         self._children = Children(run_dir, settings.to_json(), arena.fd, settings.calibration.enabled)
@@ -256,7 +256,7 @@ class Supervisor:
             try:
                 received = self._client.receive()
             except Malformed as error:
-                self._door.malformed(error.peer, str(error))
+                self._door.malformed(error.peer, str(error), error.tag)
                 continue
             if received is None:
                 return

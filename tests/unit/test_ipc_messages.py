@@ -157,6 +157,16 @@ def test_the_error_names_what_is_wrong(body, said):
         decode(_packed(**body))
 
 
+@pytest.mark.parametrize(("body", "tag"), [({"t": "generate", "best_of": 3}, 7), ({"t": "embed"}, 7)])
+def test_the_error_carries_the_tag_of_the_message_so_that_its_sender_knows_which_failed(body, tag):
+    with pytest.raises(MessageError) as caught:
+        decode(_packed(tag=tag, **body))
+    assert caught.value.tag == tag
+    with pytest.raises(MessageError) as caught:
+        decode(_packed(tag="seven", **body))
+    assert caught.value.tag is None
+
+
 def test_another_protocol_version_is_refused_naming_both():
     with pytest.raises(MessageError, match=f"version {messages.VERSION}, the message has 99"):
         decode(msgpack.packb({"v": 99, "t": "stop"}))
