@@ -63,7 +63,7 @@ class Sampling:
     """How a token is chosen; the defaults take the best one, and nothing changes or filters (docs/arithmetic.md).
 
     temperature 0: the best token. top_k 0, top_p 1, min_p 0: no filter. repetition_penalty (1: none) concerns ids of
-    prompt and output, presence_penalty and frequency_penalty (0: none) those of the output. No seed: drawn at admission.
+    prompt and output, presence_penalty and frequency_penalty (0: none) the output. No seed: one is drawn at admission.
     """
 
     temperature: float = 0.0
