@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import socket
@@ -170,7 +169,6 @@ class Serving(Protocol):
 
 def run_child(role: str, given: ChildArguments, build: Callable[[Child], Serving]) -> int:
     """Be the child `role` from hello to exit. Returns the exit status: 1 after a failure the supervisor was told of."""
-    logging.basicConfig(format=f"{role}: %(levelname)s: %(message)s")
     child = Child(role, given.run_dir, given.parent)
     try:
         serving = build(child)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from sparkd import log
+from sparkd.config import Settings
 from sparkd.ipc.child import parse_arguments, run_child
 from sparkd.store.server import StoreServer
 
@@ -17,6 +19,7 @@ ROLE = "store"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until Stop, SIGTERM, or a failure that the supervisor is told about."""
     given = parse_arguments(ROLE, argv)
+    log.configure(ROLE, Settings.from_json(given.settings).log.level)
     return run_child(ROLE, given, lambda child: StoreServer(child, given))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import grp
-import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from sparkd import log
 from sparkd.config import Settings
 from sparkd.errors import ConfigError, SparkError
 from sparkd.ipc.memory import Region
@@ -30,7 +30,7 @@ def run(settings: Settings, run_dir: RunDirectory, ready: Callable[[], None] | N
 
     SparkError when the daemon cannot start: the plan does not fit, another daemon is there, a child refuses.
     """
-    logging.basicConfig(format="sparkd: %(levelname)s: %(message)s", level=settings.log.level.upper())
+    log.configure("sparkd", settings.log.level)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     client = ClientSocket(_client_path(settings, run_dir), _group(settings.socket.group))
     with RunLock(run_dir, client.path, client.group):
