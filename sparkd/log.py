@@ -22,7 +22,7 @@ _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ER
 
 
 def configure(role: str, level: str) -> None:
-    """Log as `role` from now on: of sparkd what is at least `level` (debug, info, warning, error), of others warnings."""
+    """Log as `role` from now on: sparkd's lines from `level` (debug, info, warning, error) on, others' warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(role, _to_journal()))
     root = logging.getLogger()
