@@ -63,7 +63,6 @@ class Collector:
             if not isinstance(msg, Routed):
                 raise MessageError(f"the calibrator takes no {type(msg).__name__}")
             self._count(msg)
-            self._child.advanced(busy=False)
         except (MessageError, RoutingError) as error:
             self._refused += 1
             _log.warning("dropped a message of a worker: %s", error)

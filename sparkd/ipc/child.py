@@ -5,6 +5,10 @@
         for message in child.wait(0.5, other_socket): ...
     child.close()
 
+Heartbeats say whether the child gets on with its work. Between two calls of `wait` it is busy with one piece of it, so
+a child that never comes back to `wait` is seen, and one that takes long is not mistaken for a dead one. Work that goes
+on in other threads is watched by a counter of its own (`watch`).
+
 `run_child` does this around an object with `run` and `close`; a `SparkError` out of it becomes ChildFailed.
 
 A child ends in three ways: the supervisor says Stop, somebody sends SIGTERM (both clear `running`), or the supervisor
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -30,6 +35,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from sparkd import log
 from sparkd.errors import SparkError
 from sparkd.ipc import messages
 from sparkd.ipc.messages import Message
@@ -77,7 +83,8 @@ class Child:
         self.running = True
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._work = 0
-        self._busy = False
+        self._busy = True
+        self._counter: Callable[[], int] | None = None
         _die_with(parent)
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
@@ -100,22 +107,24 @@ class Child:
             except PeerSlow:
                 continue
 
-    def advanced(self, busy: bool) -> None:
-        """Count a finished piece of work (a step, a chunk of loading); `busy`: the next one begins at once."""
-        self._work += 1
-        self._busy = busy
+    def watch(self, counter: Callable[[], int] | None) -> None:
+        """While set, `counter` alone tells whether work goes on: it rises with each piece that is done elsewhere."""
+        self._counter = counter
 
     def wait(self, seconds: float, *others: zmq.Socket[bytes]) -> list[Message]:
         """Wait until the supervisor, one of `others`, or a signal has something; return the supervisor's messages.
 
-        Stop is handled here. The caller reads `others` itself, without waiting. Malformed messages are the
-        supervisor's bug and end the child.
+        Stop is handled here, and the log's level of a Reconfigure. The caller reads `others` itself, without waiting.
+        Malformed messages are the supervisor's bug and end the child.
         """
         poller = zmq.Poller()
         for waited in (self.control.socket, *others):
             poller.register(waited, zmq.POLLIN)
         poller.register(self._woken.fileno(), zmq.POLLIN)
+        self._work += 1
+        self._busy = False
         poller.poll(int(seconds * 1000))
+        self._busy = True
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         return list(self._received())
@@ -124,8 +133,10 @@ class Child:
         while (msg := self.control.receive()) is not None:
             if isinstance(msg, messages.Stop):
                 self.running = False
-            else:
-                yield msg
+                continue
+            if isinstance(msg, messages.Reconfigure):
+                log.set_level(json.loads(msg.settings)["log"]["level"])
+            yield msg
 
     def fail(self, error: SparkError) -> None:
         """Tell the supervisor why this child cannot go on, and stop."""
@@ -148,8 +159,10 @@ class Child:
     def _heartbeats(self, run_dir: RunDirectory, name: str) -> None:
         channel = Channel.dealer(self.context, run_dir.control, name.encode())
         while True:
+            counter = self._counter
+            progress, busy = (self._work, self._busy) if counter is None else (counter(), True)
             with contextlib.suppress(PeerSlow):
-                channel.send(messages.Heartbeat(self.role, self._work, self._busy))
+                channel.send(messages.Heartbeat(self.role, progress, busy))
             if self._end.wait(HEARTBEAT_S):
                 break
         channel.close()

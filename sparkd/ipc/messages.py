@@ -4,7 +4,7 @@
 
     app ── Hello, Generate, Credit, Cancel, Tokenize, StatusRequest, Ping, Bye ──► supervisor
     app ◄── Welcome, Accepted, Progress, Chunk, Finished, Failed, Tokens, StatusReply, Pong ── supervisor
-    supervisor ── Run, Abort, Encode, StatusQuery, Stop ──► child
+    supervisor ── Run, Abort, Encode, StatusQuery, Reconfigure, Stop ──► child
     supervisor ◄── ChildHello, ChildProgress, Ready, Heartbeat, Admitted, Prefilled, Produced, Done, Refused, Encoded,
                    StatusAnswer, ChildFailed ── child
     worker ── Attach, Stage, Release ──► store ── Attached, Staged ──► worker
@@ -424,6 +424,13 @@ class StatusAnswer:
     job: int
     role: str
     status: dict[str, Json]
+
+
+@message("reconfigure")
+class Reconfigure:
+    """The daemon's settings, as JSON, after some that may change in a running child have changed."""
+
+    settings: str
 
 
 @message("stop")

@@ -43,6 +43,7 @@ class StoreServer:
     def run(self) -> None:
         """Serve until told to stop, or until loading fails (SparkError)."""
         self._loading.start()
+        self._child.watch(lambda: self._loader.done)
         ready = False
         while self._child.running:
             for query in self._child.wait(_IDLE_S if ready else _PROGRESS_S, self._router.socket):
@@ -73,9 +74,9 @@ class StoreServer:
         if self._failure is not None:
             raise self._failure
         child, loader = self._child, self._loader
-        child.advanced(busy=loading)
         child.send(ChildProgress(child.role, "load", loader.done, loader.total, "bytes"))
         if not loading:
+            child.watch(None)
             child.send(Ready(child.role, self._service.status()))
         return not loading
 

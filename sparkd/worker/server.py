@@ -176,10 +176,7 @@ class WorkerServer:
             for result in desk.take():
                 self._take_result(result, engine)
             if engine.busy:
-                child.advanced(busy=True)
                 self._send(engine.step())
-                if not engine.busy:
-                    child.advanced(busy=False)
 
     def _take(self, msg: Message, desk: Desk, engine: Engine) -> None:
         match msg:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from control import Control, control
@@ -62,15 +63,33 @@ def test_an_impossible_failure_keeps_its_traceback_and_ends_the_child(link, clos
     assert "RuntimeError: impossible" in said
 
 
-def test_heartbeats_count_work_and_go_on_while_the_main_thread_is_busy(link):
-    _, name = _start(link, "self.child.advanced(busy=False); self.child.advanced(busy=True); time.sleep(600)")
+def _beats(link: Control, name: bytes, enough: Callable[[list[Heartbeat]], bool]) -> list[Heartbeat]:
     beats: list[Heartbeat] = []
-    while len([beat for beat in beats if beat.progress == 2]) < 3:
+    while not enough(beats):
         assert link.router.socket.poll(10_000)
         peer, message = link.router.receive()
         if peer == name + b"/beat":
             beats.append(message)
+    return beats
+
+
+def test_a_child_that_does_not_come_back_from_its_work_beats_on_without_progress(link):
+    _, name = _start(link, "self.child.wait(0); self.child.wait(0); time.sleep(600)")
+    beats = _beats(link, name, lambda beats: sum(beat.progress == 2 for beat in beats) == 3)
     assert beats[-1] == Heartbeat("odd", 2, True)
+
+
+def test_a_child_that_waits_for_work_is_not_busy(link):
+    _, name = _start(link, "[self.child.wait(600) for _ in range(1000)]")
+    _beats(link, name, lambda beats: any(not beat.busy for beat in beats))
+
+
+def test_work_in_other_threads_is_watched_by_its_own_counter(link):
+    run = "done = iter(range(10**9)); self.child.watch(lambda: next(done)); [self.child.wait(600) for _ in range(9)]"
+    _, name = _start(link, run)
+    beats = _beats(link, name, lambda beats: len(beats) == 4)
+    rising = [beat.progress for beat in beats if beat.busy]
+    assert rising[-3:] == sorted(set(rising[-3:]))
 
 
 def test_words_said_last_arrive(link):
