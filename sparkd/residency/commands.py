@@ -1,0 +1,63 @@
+"""What the residency engine has its owner do. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkd.residency.slots import Place, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy the record into the slot of its slab, and call `copied` or `failed` with this command when that has ended.
+
+    `reserve`: the slot is one of the reserve; its record is never published.
+    """
+
+    record: Record
+    slab: int
+    place: Place
+    reserve: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The copy is not wanted any more: end it early if that is easy. `copied` or `failed` stays due."""
+
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Make the record's word lead to the place. Its bytes are complete."""
+
+    record: Record
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    """Make the record's word lead nowhere, before the counters of the steps are read next."""
+
+    record: Record
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The records of a lease can be read at these places, in the order they were asked for, until it is released."""
+
+    lease: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """A lease is over before it was granted: its record could not be copied."""
+
+    lease: int
+    record: Record
+    reason: str
+
+
+Command = Copy | Cancel | Publish | Retract | Grant | Refuse

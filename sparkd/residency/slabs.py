@@ -1,0 +1,125 @@
+"""Slabs: the slots of one record size, which of them are free, and which records wait for one. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from sparkd.residency.ring import Ring
+from sparkd.residency.slots import GENERATIONS, Record, Slot, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSize:
+    """`slots` places, the last `reserve` of them for leases alone.
+
+    `spare` ordinary slots are kept free by evicting ahead: what a step misses is then copied once, straight into the
+    ring, instead of into the reserve first.
+    """
+
+    slots: int
+    reserve: int
+    spare: int = 0
+
+    @property
+    def ordinary(self) -> int:
+        """Slots for hot set and ring."""
+        return self.slots - self.reserve
+
+    def hot(self, ring: float) -> int:
+        """How many hot records leave the share `ring` (0 to 1) of the ordinary slots to the ring."""
+        return self.ordinary - round(self.ordinary * ring)
+
+    def holds(self, records: int) -> bool:
+        """Whether each of `records` has an ordinary slot of its own, so that nothing is ever evicted.
+
+        ValueError when `records` cannot be served at all: a slab that does not hold them needs a reserve and an
+        ordinary slot, and one that does needs no spare.
+        """
+        full = self.ordinary >= records
+        least = 0 if full else 1
+        most = 0 if full else self.ordinary - 1
+        if self.reserve < least or self.ordinary < least or not 0 <= self.spare <= most:
+            raise ValueError(f"{records} records cannot be served from {self}")
+        return full
+
+
+@dataclass(frozen=True, slots=True)
+class SlabUse:
+    """How the slots of a slab are used: `hot` and `ring` are resident, `moving` are copied to, leased or drained."""
+
+    slots: int
+    reserve: int
+    hot: int
+    ring: int
+    moving: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """The slab and the number of records of an expert layer."""
+
+    slab: int
+    experts: int
+
+
+class Slab:
+    """The slots of one size and the queues in front of them.
+
+    `returning` counts ordinary slots that become free without another eviction; `hot` counts slots of hot records and
+    hot records that wait. `entering` and `leaving` are what a placement has yet to swap.
+    """
+
+    def __init__(self, number: int, size: SlabSize, records: int) -> None:
+        self.size = size
+        self.full = size.holds(records)
+        self.slots = [Slot(number, n, n >= size.ordinary) for n in range(size.slots)]
+        self.free = deque(self.slots[: size.ordinary])
+        self.reserve = deque(self.slots[size.ordinary :])
+        self.ring = Ring()
+        self.returning = 0
+        self.hot = 0
+        self.hot_wants: OrderedDict[Record, None] = OrderedDict()
+        self.ring_wants: OrderedDict[Record, None] = OrderedDict()
+        self.entering: OrderedDict[Record, None] = OrderedDict()
+        self.leaving: OrderedDict[Record, None] = OrderedDict()
+
+    def fill(self, slot: Slot, record: Record) -> None:
+        """Begin a copy of `record` into a slot that was taken from `free` or `reserve`."""
+        slot.turn(SlotState.COPYING)
+        slot.generation = (slot.generation + 1) % GENERATIONS
+        slot.record = record
+
+    def part(self, slot: Slot, state: SlotState) -> None:
+        """Part a slot from its record; it returns when its copy or its readers have ended (`empty`)."""
+        slot.turn(state)
+        slot.record = None
+        if not slot.reserve:
+            self.returning += 1
+
+    def empty(self, slot: Slot) -> None:
+        """Make a slot free: nobody reads or writes it any more."""
+        if slot.state in (SlotState.CANCELLING, SlotState.DRAINING) and not slot.reserve:
+            self.returning -= 1
+        slot.turn(SlotState.FREE)
+        slot.record = None
+        (self.reserve if slot.reserve else self.free).append(slot)
+
+    @property
+    def ring_room(self) -> int:
+        """Ordinary slots that the hot set leaves."""
+        return self.size.ordinary - self.hot
+
+    @property
+    def shortage(self) -> int:
+        """Members the ring has to give up, so that all that waits gets a slot and `spare` are free."""
+        wanted = len(self.hot_wants) + len(self.ring_wants) + self.size.spare
+        return wanted - len(self.free) - self.returning
+
+    def use(self) -> SlabUse:
+        """How the slots are used; looks at all of them."""
+        states = [slot.state for slot in self.slots]
+        resident, free = states.count(SlotState.RESIDENT), states.count(SlotState.FREE)
+        ring = len(self.ring)
+        return SlabUse(self.size.slots, self.size.reserve, resident - ring, ring, len(states) - resident - free, free)

@@ -1,0 +1,101 @@
+"""Slots: places of one size in a tier, and what each of them holds. Pure.
+
+                       ┌──────── copied, failed or cancelled ──── CANCELLING
+                       │                                              ▲
+                       ├──────────────── failed ──────────┐           │ cancel
+                       ▼                                  │           │
+                     FREE ───────────── copy ──────────► COPYING ─────┘
+                      ▲ ▲                                 │
+    every step that   │ │                                 │ copied
+    could read it     │ │     the last lease ends         ▼
+    has ended         │ └──────────────────────────────  COPIED
+                      │             (reserve)             │
+                      │                                   │ publish (ordinary)
+                      │                                   ▼
+                   DRAINING ◄────────── retract ──────  RESIDENT
+
+The last slots of a slab are its *reserve*: for records that are wanted inside a step and have no slot of their own.
+They are read only under a lease and never become resident. All others are *ordinary*: hot set and ring live there, and
+what is resident in them is read without a lease. A restarted owner adopts what is resident, and all else as DRAINING.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+#: Generations wrap here: a directory word has 30 bits for them.
+GENERATIONS = 1 << 30
+
+
+class Record(NamedTuple):
+    """One expert's weights: index of the expert layer, and of the expert in it."""
+
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slot of the slab of a record's layer, and which filling of that slot."""
+
+    slot: int
+    generation: int
+
+
+class SlotState(Enum):
+    """What a slot is doing."""
+
+    FREE = "free"
+    COPYING = "copying"
+    CANCELLING = "cancelling"
+    COPIED = "copied"
+    RESIDENT = "resident"
+    DRAINING = "draining"
+
+
+_NEXT = {
+    SlotState.FREE: (SlotState.COPYING,),
+    SlotState.COPYING: (SlotState.COPIED, SlotState.CANCELLING, SlotState.FREE),
+    SlotState.CANCELLING: (SlotState.FREE,),
+    SlotState.COPIED: (SlotState.RESIDENT, SlotState.FREE),
+    SlotState.RESIDENT: (SlotState.DRAINING,),
+    SlotState.DRAINING: (SlotState.FREE,),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot. `record` is whose bytes it holds or gets; None while FREE, CANCELLING or DRAINING.
+
+    `generation` rises with every copy into the slot, so that slot and generation together never mean two fillings.
+    `leases` are the numbers of the leases on it; `hot`: its record is, or will be, of the hot set.
+    """
+
+    slab: int
+    number: int
+    reserve: bool
+    generation: int = 0
+    state: SlotState = SlotState.FREE
+    record: Record | None = None
+    hot: bool = False
+    leases: set[int] = field(default_factory=set)
+
+    def turn(self, state: SlotState) -> None:
+        """Change state. RuntimeError when the diagram has no such arrow."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"slot {self.number} of slab {self.slab} cannot go from {self.state} to {state}")
+        self.state = state
+
+    @property
+    def place(self) -> Place:
+        """Number and generation."""
+        return Place(self.number, self.generation)
+
+    @property
+    def owner(self) -> Record:
+        """The record. RuntimeError when there is none."""
+        if self.record is None:
+            raise RuntimeError(f"slot {self.number} of slab {self.slab} is {self.state} and has no record")
+        return self.record

@@ -1,0 +1,453 @@
+"""The residency engine: one state machine for both borders, disk to host (in the store) and host to device (a worker).
+
+Pure: the owner of a tier calls it with what happened, and carries out the commands it gets back, in order, before the
+next call. `slots` draws the states of a slot; `epochs` says when a slot that could be read is safe to be written.
+
+A record becomes resident by being admitted, to the hot set (`place`, `swap`) or to the ring (`admit`, and what `stage`
+misses for decode): it waits for an ordinary slot, the ring gives up its least recent member for it, and once copied it
+is published, unless the copy fails or is cancelled. Prefill admits nothing and touches nothing.
+
+What a step needs and does not find is staged, part by part, under leases (`leases` draws their states). Parts wait in
+order; a part names at most as many records of a slab as its reserve has slots, and gets all it needs at once. So a part
+that waits, waits for parts that lack nothing, and a step of any size comes to its end.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Refuse, Retract
+from sparkd.residency.epochs import Epochs, Steps
+from sparkd.residency.leases import Lease, LeaseState, Use
+from sparkd.residency.placement import Placement, PlacementError
+from sparkd.residency.slabs import LayerSize, Slab, SlabSize, SlabUse
+from sparkd.residency.slots import Place, Record, Slot, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What the owner before this one left: residents, the highest generation it may have used, the workers' steps."""
+
+    residents: Mapping[Record, Place]
+    generation: int
+    counters: Sequence[Steps]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Records that steps used, and how many of them were not resident."""
+
+    uses: int = 0
+    misses: int = 0
+
+
+class Residency:
+    """Which record is in which slot of one tier. Every call costs constant time per record it is about.
+
+    (Beyond that: the number of slabs; `observe` the number of workers; `place` and the views all records.)
+    """
+
+    def __init__(self, layers: Sequence[LayerSize], slabs: Sequence[SlabSize], adopted: Adopted | None = None) -> None:
+        """ValueError when a slab cannot serve its records, or what is adopted is not of this shape."""
+        self._layers = tuple(layers)
+        records = [sum(layer.experts for layer in layers if layer.slab == slab) for slab in range(len(slabs))]
+        self._slabs = [Slab(number, size, records[number]) for number, size in enumerate(slabs)]
+        #: Ordinary slots that are copied to, copied or resident; reserve slots that are copied to or copied.
+        self._homes: dict[Record, Slot] = {}
+        self._staged: dict[Record, Slot] = {}
+        self._copied: list[Slot] = []
+        self._residents = [0] * len(layers)
+        self._target: frozenset[Record] = frozenset()
+        self._leases: dict[int, Lease] = {}
+        self._waiting: OrderedDict[int, Lease] = OrderedDict()
+        self._last_lease = 0
+        self._missed: dict[tuple[int, Use], set[Record]] = {}
+        self._epochs = Epochs()
+        self._commands: list[Command] = []
+        self.counts = {use: Counts() for use in Use}
+        if adopted is not None:
+            self._adopt(adopted)
+
+    # ---- what is where ----
+
+    def place_of(self, record: Record) -> Place | None:
+        """Where a resident record is; None for any other."""
+        slot = self._homes.get(record)
+        return slot.place if slot is not None and slot.state is SlotState.RESIDENT else None
+
+    def residents(self) -> list[int]:
+        """Resident records of each expert layer."""
+        return list(self._residents)
+
+    def hot(self) -> frozenset[Record]:
+        """The hot set: resident or on the way."""
+        homes = {record for record, slot in self._homes.items() if slot.hot}
+        return frozenset(homes.union(*(slab.hot_wants for slab in self._slabs)))
+
+    def leases(self, worker: int | None = None) -> dict[int, LeaseState]:
+        """How far each lease of one worker, or of all, is; by its number."""
+        return {number: lease.state for number, lease in self._leases.items() if worker in (None, lease.worker)}
+
+    def part_limit(self, layer: int) -> int | None:
+        """Records of an expert layer that one part may name; None: any number."""
+        slab = self._slabs[self._layers[layer].slab]
+        return None if slab.full else slab.size.reserve
+
+    def swaps_left(self) -> int:
+        """Steps that `swap` has yet to take towards the placement."""
+        return sum(max(len(slab.entering), len(slab.leaving)) for slab in self._slabs)
+
+    def slab_use(self) -> list[SlabUse]:
+        """How each slab is used."""
+        return [slab.use() for slab in self._slabs]
+
+    # ---- admission ----
+
+    def admit(self, records: Iterable[Record]) -> list[Command]:
+        """Bring records into the ring, as many as it has room for: of more, the last ones."""
+        for record in records:
+            self._want(self._slab(record), record)
+        return self._settle()
+
+    def used(self, worker: int, records: Iterable[Record], use: Use) -> list[Record]:
+        """A step of a worker used these records, each named once: counts them, and makes them recent for decode.
+
+        The records that the step missed: they were not resident, or only because it staged them.
+        """
+        staged = self._missed.pop((worker, use), set())
+        missed = []
+        counts = self.counts[use]
+        for record in records:
+            slot = self._homes.get(record)
+            resident = slot is not None and slot.state is SlotState.RESIDENT
+            if slot is not None and resident and not slot.hot and use is Use.DECODE:
+                self._slab(record).ring.touch(slot)
+            counts.uses += 1
+            if not resident or record in staged:
+                counts.misses += 1
+                missed.append(record)
+        return missed
+
+    def place(self, placement: Placement) -> None:
+        """Take a placement as the goal of later swaps. PlacementError when this tier cannot hold it."""
+        ranked = placement.ranked([layer.experts for layer in self._layers])
+        for slab, count in self._per_slab(ranked).items():
+            if count > slab.size.hot(placement.ring):
+                most = slab.size.hot(placement.ring)
+                raise PlacementError(f"{count} hot records of one size, beside the ring there is room for {most}")
+        self._target = frozenset(ranked)
+        for slab in self._slabs:
+            for record in [record for record in slab.hot_wants if record not in self._target]:
+                del slab.hot_wants[record]
+                slab.hot -= 1
+            slab.entering.clear()
+            slab.leaving.clear()
+        hot = self.hot()
+        for record in ranked:
+            if record not in hot:
+                self._slab(record).entering[record] = None
+        for record, slot in self._homes.items():
+            if slot.hot and record not in self._target:
+                self._slab(record).leaving[record] = None
+
+    def swap(self, limit: int) -> list[Command]:
+        """Take at most `limit` steps towards the placement: a record leaves the hot set, another enters, or both.
+
+        What leaves is the ring's most recent member. What enters keeps its slot if it has one.
+        """
+        for slab in self._slabs:
+            while limit > 0 and (slab.entering or slab.leaving):
+                if slab.leaving:
+                    self._demote(slab, slab.leaving.popitem(last=False)[0])
+                if slab.entering:
+                    self._promote(slab, slab.entering.popitem(last=False)[0])
+                limit -= 1
+        return self._settle()
+
+    def cancel(self, record: Record) -> list[Command]:
+        """Give up the admission of a record, unless it is complete or a lease waits for it."""
+        slab = self._slab(record)
+        slot = self._homes.get(record)
+        slab.ring_wants.pop(record, None)
+        if record in slab.hot_wants:
+            del slab.hot_wants[record]
+            self._not_hot(slab, record)
+        elif slot is not None and slot.state is SlotState.COPYING and not slot.leases:
+            self._abandon(slot)
+        return self._settle()
+
+    # ---- copies ----
+
+    def copied(self, copy: Copy) -> list[Command]:
+        """A copy is complete. RuntimeError when it is not under way."""
+        slot = self._under_way(copy)
+        if slot.state is SlotState.CANCELLING:
+            self._slabs[slot.slab].empty(slot)
+            return self._settle()
+        slot.turn(SlotState.COPIED)
+        if not slot.reserve:
+            self._copied.append(slot)
+        for number in slot.leases:
+            lease = self._leases[number]
+            lease.copying -= 1
+            if not lease.copying:
+                self._grant(lease)
+        return self._settle()
+
+    def failed(self, copy: Copy, reason: str) -> list[Command]:
+        """A copy ended before it was complete: whoever waits for it is refused. RuntimeError: it is not under way."""
+        slot = self._under_way(copy)
+        slab = self._slabs[slot.slab]
+        if slot.state is SlotState.COPYING:
+            record = slot.owner
+            del (self._staged if slot.reserve else self._homes)[record]
+            self._cool(slab, slot)
+            for number in sorted(slot.leases):
+                lease = self._leases[number]
+                del lease.slots[record]
+                self._drop(lease)
+                self._commands.append(Refuse(number, record, reason))
+            slot.leases.clear()
+        slab.empty(slot)
+        return self._settle()
+
+    def publish(self) -> list[Command]:
+        """Publish what is complete. The owner chooses the moment: its step boundary, where its readers need one."""
+        for slot in self._copied:
+            slot.turn(SlotState.RESIDENT)
+            self._residents[slot.owner.layer] += 1
+            if not slot.hot:
+                self._slabs[slot.slab].ring.add(slot)
+            self._commands.append(Publish(slot.owner, slot.place))
+        self._copied = []
+        return self._settle()
+
+    # ---- leases ----
+
+    def stage(self, worker: int, records: Sequence[Record], use: Use) -> tuple[int, list[Command]]:
+        """Lease records for a part of a step: the lease's number; Grant or Refuse comes now or later.
+
+        ValueError when the part names more records than `part_limit`.
+        """
+        self._last_lease += 1
+        lease = Lease(self._last_lease, worker, use, tuple(records))
+        distinct = dict.fromkeys(records)
+        for slab, count in self._per_slab(distinct).items():
+            if not slab.full and count > slab.size.reserve:
+                raise ValueError(f"a part names {count} records, the reserve has {slab.size.reserve} slots")
+        missed = {record for record in distinct if self.place_of(record) is None}
+        if missed:
+            self._missed.setdefault((worker, use), set()).update(missed)
+        self._leases[lease.number] = lease
+        behind = bool(self._waiting) and not all(record in self._homes for record in missed)
+        if behind or not self._serve(lease):
+            self._waiting[lease.number] = lease
+        return lease.number, self._settle()
+
+    def release(self, number: int) -> list[Command]:
+        """End a lease, granted or not. KeyError when there is none of this number."""
+        self._drop(self._leases[number])
+        return self._settle()
+
+    # ---- workers ----
+
+    def observe(self, counters: Sequence[Steps]) -> list[Command]:
+        """Steps of all workers, read after every Retract so far was carried out: frees what no step can read now."""
+        for slot in self._epochs.observe(counters):
+            self._slabs[slot.slab].empty(slot)
+        return self._settle()
+
+    def attach(self, worker: int) -> list[Command]:
+        """A worker is there, new or again, and holds no lease."""
+        self._epochs.attach(worker)
+        return self._forget(worker)
+
+    def gone(self, worker: int) -> list[Command]:
+        """The process of a worker has ended; its steps and leases with it."""
+        self._epochs.gone(worker)
+        return self._forget(worker)
+
+    # ---- inside ----
+
+    def _settle(self) -> list[Command]:
+        """Give out what is free, in order, and have the ring give up what is wanted; all commands of this call."""
+        for slab in self._slabs:
+            self._fill(slab)
+        while self._waiting and self._serve(next(iter(self._waiting.values()))):
+            self._waiting.popitem(last=False)
+        for slab in self._slabs:
+            self._evict(slab)
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _fill(self, slab: Slab) -> None:
+        while len(slab.ring_wants) > slab.ring_room:
+            slab.ring_wants.popitem(last=False)
+        while slab.free and slab.hot_wants:
+            self._begin(slab, slab.free.popleft(), slab.hot_wants.popitem(last=False)[0]).hot = True
+        while slab.free and slab.ring_wants:
+            self._begin(slab, slab.free.popleft(), slab.ring_wants.popitem(last=False)[0])
+
+    def _evict(self, slab: Slab) -> None:
+        for _ in range(slab.shortage):
+            slot = slab.ring.oldest()
+            if slot is None:
+                return
+            record = slot.owner
+            slab.ring.remove(slot)
+            del self._homes[record]
+            self._residents[record.layer] -= 1
+            self._commands.append(Retract(record, slot.place))
+            self._epochs.retire(slot)
+            slab.part(slot, SlotState.DRAINING)
+
+    def _begin(self, slab: Slab, slot: Slot, record: Record) -> Slot:
+        slab.fill(slot, record)
+        (self._staged if slot.reserve else self._homes)[record] = slot
+        self._commands.append(_copy(slot))
+        return slot
+
+    def _serve(self, lease: Lease) -> bool:
+        """Give a lease slots for all its records, or none: false."""
+        slots = {}
+        absent = []
+        for record in lease.records:
+            slot = self._homes.get(record) or self._staged.get(record)
+            if slot is None:
+                absent.append(record)
+            else:
+                slots[record] = slot
+        absent = list(dict.fromkeys(absent))
+        decode = lease.use is Use.DECODE
+        for slab, count in self._per_slab(absent).items():
+            if count > len(slab.reserve) + (len(slab.free) if decode or slab.full else 0):
+                return False
+        for record in absent:
+            slab = self._slab(record)
+            if slab.free and (decode or slab.full):
+                slots[record] = self._begin(slab, slab.free.popleft(), record)
+            else:
+                slots[record] = self._begin(slab, slab.reserve.popleft(), record)
+                if decode:
+                    self._want(slab, record)
+        for slot in slots.values():
+            slot.leases.add(lease.number)
+            lease.copying += slot.state is SlotState.COPYING
+        lease.slots = slots
+        if not lease.copying:
+            self._grant(lease)
+        return True
+
+    def _grant(self, lease: Lease) -> None:
+        self._commands.append(Grant(lease.number, tuple(lease.slots[record].place for record in lease.records)))
+
+    def _drop(self, lease: Lease) -> None:
+        """End a lease; its slots of the reserve are free unless others lease them or a copy is under way."""
+        del self._leases[lease.number]
+        self._waiting.pop(lease.number, None)
+        for record, slot in lease.slots.items():
+            slot.leases.remove(lease.number)
+            if slot.reserve and not slot.leases:
+                if slot.state is SlotState.COPYING:
+                    self._abandon(slot)
+                else:
+                    del self._staged[record]
+                    self._slabs[slot.slab].empty(slot)
+
+    def _forget(self, worker: int) -> list[Command]:
+        for lease in [lease for lease in self._leases.values() if lease.worker == worker]:
+            self._drop(lease)
+        for use in Use:
+            self._missed.pop((worker, use), None)
+        return self._settle()
+
+    def _abandon(self, slot: Slot) -> None:
+        """Cancel a copy; the slot is free when the copy has ended."""
+        slab = self._slabs[slot.slab]
+        self._commands.append(Cancel(_copy(slot)))
+        del (self._staged if slot.reserve else self._homes)[slot.owner]
+        self._cool(slab, slot)
+        slab.part(slot, SlotState.CANCELLING)
+
+    def _want(self, slab: Slab, record: Record) -> None:
+        if record not in self._homes and record not in slab.hot_wants:
+            slab.ring_wants.setdefault(record)
+
+    def _promote(self, slab: Slab, record: Record) -> None:
+        slot = self._homes.get(record)
+        slab.hot += 1
+        if slot is None:
+            slab.ring_wants.pop(record, None)
+            slab.hot_wants[record] = None
+            return
+        slot.hot = True
+        if slot.state is SlotState.RESIDENT:
+            slab.ring.remove(slot)
+
+    def _demote(self, slab: Slab, record: Record) -> None:
+        slot = self._homes[record]
+        slab.hot -= 1
+        slot.hot = False
+        if slot.state is SlotState.RESIDENT:
+            slab.ring.add(slot)
+
+    def _cool(self, slab: Slab, slot: Slot) -> None:
+        """Take a slot that is about to lose its record out of the hot set."""
+        if slot.hot:
+            slot.hot = False
+            self._not_hot(slab, slot.owner)
+
+    def _not_hot(self, slab: Slab, record: Record) -> None:
+        """A hot record did not make it: if the placement still wants it, a later swap tries again."""
+        slab.hot -= 1
+        slab.leaving.pop(record, None)
+        if record in self._target:
+            slab.entering[record] = None
+
+    def _adopt(self, adopted: Adopted) -> None:
+        for slab in self._slabs:
+            for slot in slab.slots:
+                slot.generation = adopted.generation
+                slot.state = SlotState.DRAINING
+            slab.returning = len(slab.free)
+            slab.free.clear()
+            slab.reserve.clear()
+        for record, place in adopted.residents.items():
+            slab = self._slab(record)
+            if not 0 <= place.slot < slab.size.ordinary or slab.slots[place.slot].record is not None:
+                raise ValueError(f"{record} cannot be resident at {place}")
+            slot = slab.slots[place.slot]
+            slot.generation, slot.state, slot.record = place.generation, SlotState.RESIDENT, record
+            slab.returning -= 1
+            slab.ring.add(slot)
+            self._homes[record] = slot
+            self._residents[record.layer] += 1
+        draining = [slot for slab in self._slabs for slot in slab.slots if slot.state is SlotState.DRAINING]
+        ordinary = [slot for slot in draining if not slot.reserve]
+        self._epochs.adopt(ordinary, [slot for slot in draining if slot.reserve], adopted.counters)
+
+    def _slab(self, record: Record) -> Slab:
+        layer = self._layers[record.layer]
+        if record.layer < 0 or not 0 <= record.expert < layer.experts:
+            raise IndexError(f"no {record}")
+        return self._slabs[layer.slab]
+
+    def _per_slab(self, records: Iterable[Record]) -> dict[Slab, int]:
+        counts: dict[Slab, int] = {}
+        for record in records:
+            slab = self._slab(record)
+            counts[slab] = counts.get(slab, 0) + 1
+        return counts
+
+    def _under_way(self, copy: Copy) -> Slot:
+        slot = self._slabs[copy.slab].slots[copy.place.slot]
+        moving = slot.state in (SlotState.COPYING, SlotState.CANCELLING)
+        if not moving or slot.generation != copy.place.generation:
+            raise RuntimeError(f"{copy} is not under way: slot {slot.number} is {slot.state}, {slot.generation}")
+        return slot
+
+
+def _copy(slot: Slot) -> Copy:
+    return Copy(slot.owner, slot.slab, slot.place, slot.reserve)

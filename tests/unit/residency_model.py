@@ -1,0 +1,335 @@
+"""A tier with its owner and workers, played by hand: carries out the engine's commands and checks each against memory.
+
+The model knows what a slot's bytes are, which word leads where, what running steps and leases may read. It never looks
+into the engine, except for the hot set and for how far a lease is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Refuse, Retract
+from sparkd.residency.epochs import Steps
+from sparkd.residency.leases import LeaseState, Use
+from sparkd.residency.placement import Placement
+from sparkd.residency.slabs import LayerSize, SlabSize
+from sparkd.residency.slots import Place, Record
+from sparkd.residency.transfers import Adopted, Residency
+
+Key = tuple[int, int]
+
+
+@dataclass
+class Step:
+    """A running step of a worker, and all it may read without a lease."""
+
+    number: int
+    readable: set[tuple[Record, Place]]
+
+
+@dataclass
+class Worker:
+    alive: bool = True
+    begun: int = 0
+    ended: int = 0
+    running: list[Step] = field(default_factory=list)
+    #: Places leased by an owner that is gone, and the last step that may read them.
+    orphaned: list[tuple[int, Record, Place]] = field(default_factory=list)
+
+
+@dataclass
+class Asked:
+    worker: int
+    use: Use
+    records: tuple[Record, ...]
+    places: tuple[Place, ...] | None = None
+
+
+class Tier:
+    def __init__(self, layers: Sequence[LayerSize], slabs: Sequence[SlabSize], workers: int = 2) -> None:
+        self.layers = layers
+        self.slabs = slabs
+        self.records = [Record(n, expert) for n, layer in enumerate(layers) for expert in range(layer.experts)]
+        self.engine = Residency(layers, slabs)
+        self.workers = [Worker() for _ in range(workers)]
+        #: What each slot holds: whose bytes of which filling; None: a copy is, or was, under way.
+        self.content: dict[Key, tuple[Record, int] | None] = {}
+        self.generation: dict[Key, int] = {}
+        self.words: dict[Record, Place] = {}
+        self.copies: list[Copy] = []
+        self.cancelled: set[Copy] = set()
+        #: Admitted records whose copy has begun, and that are neither published nor given back.
+        self.open: set[Record] = set()
+        self.asked: dict[int, Asked] = {}
+        self.granted = 0
+        #: When a ring member was last used. Those that one swap demoted share a number.
+        self.recency: dict[Record, int] = {}
+        self.now = 0
+
+    # ---- what happens ----
+
+    def stage(self, worker: int, records: Iterable[Record], use: Use) -> int:
+        asked = Asked(worker, use, tuple(records))
+        number, commands = self.engine.stage(worker, asked.records, use)
+        assert number not in self.asked
+        self.asked[number] = asked
+        self.run(commands)
+        return number
+
+    def part(self, layer: int, experts: Iterable[int]) -> list[Record]:
+        limit = self.engine.part_limit(layer)
+        return [Record(layer, expert) for expert in experts][:limit]
+
+    def release(self, number: int) -> None:
+        del self.asked[number]
+        self.run(self.engine.release(number))
+
+    def admit(self, records: Iterable[Record]) -> None:
+        self.run(self.engine.admit(records))
+
+    def used(self, worker: int, records: Sequence[Record], use: Use) -> list[Record]:
+        missed = self.engine.used(worker, records, use)
+        assert {record for record in records if record not in self.words} <= set(missed)
+        if use is Use.DECODE:
+            for record in records:
+                if record in self.words:
+                    self.recency[record] = self.tick()
+        return missed
+
+    def place(self, hot: Sequence[Sequence[int]], ring: float) -> None:
+        self.engine.place(Placement(1, hot, ring))
+
+    def swap(self, limit: int) -> int:
+        """Returns how many records entered or left the hot set."""
+        before = self.engine.hot()
+        commands = self.engine.swap(limit)
+        after = self.engine.hot()
+        swaps = max(len(before - after), len(after - before))
+        assert swaps <= limit
+        now = self.tick()
+        self.recency.update(dict.fromkeys(before - after, now))
+        self.run(commands)
+        return swaps
+
+    def cancel(self, record: Record) -> None:
+        self.run(self.engine.cancel(record))
+
+    def copied(self, copy: Copy) -> None:
+        self.copies.remove(copy)
+        self.content[copy.slab, copy.place.slot] = (copy.record, copy.place.generation)
+        self.cancelled.discard(copy)
+        self.run(self.engine.copied(copy))
+
+    def failed(self, copy: Copy) -> None:
+        self.copies.remove(copy)
+        if copy not in self.cancelled and not copy.reserve:
+            self.open.remove(copy.record)
+        self.cancelled.discard(copy)
+        self.run(self.engine.failed(copy, "disk on fire"))
+
+    def publish(self) -> None:
+        self.run(self.engine.publish())
+
+    def begin(self, worker: int) -> None:
+        one = self.workers[worker]
+        one.begun += 1
+        one.running.append(Step(one.begun, set(self.words.items())))
+
+    def end(self, worker: int) -> None:
+        one = self.workers[worker]
+        self.read()
+        one.ended = one.running.pop(0).number
+        one.orphaned = [orphan for orphan in one.orphaned if orphan[0] > one.ended]
+
+    def counters(self) -> list[Steps]:
+        return [Steps(worker.begun, worker.ended) for worker in self.workers]
+
+    def observe(self) -> None:
+        self.run(self.engine.observe(self.counters()))
+
+    def attach(self, worker: int) -> None:
+        one = self.workers[worker]
+        if not one.alive:
+            one.alive, one.ended = True, one.begun
+        one.orphaned = []
+        self._forget(worker)
+        self.run(self.engine.attach(worker))
+
+    def gone(self, worker: int) -> None:
+        one = self.workers[worker]
+        one.alive, one.running, one.orphaned = False, [], []
+        self._forget(worker)
+        self.run(self.engine.gone(worker))
+
+    def _forget(self, worker: int) -> None:
+        self.asked = {number: asked for number, asked in self.asked.items() if asked.worker != worker}
+
+    def restart_owner(self) -> None:
+        """The owner dies with its copies half done; another adopts what the words and counters in shared memory say."""
+        for asked in self.asked.values():
+            one = self.workers[asked.worker]
+            if asked.places is not None and one.running:
+                last = one.running[-1].number
+                one.orphaned += [(last, *pair) for pair in zip(asked.records, asked.places, strict=True)]
+        self.asked, self.copies, self.cancelled, self.open = {}, [], set(), set()
+        highest = max(self.generation.values(), default=0)
+        self.engine = Residency(self.layers, self.slabs, Adopted(dict(self.words), highest, self.counters()))
+        for record in self.words:
+            self.recency[record] = self.tick()
+
+    # ---- the owner, carrying out commands ----
+
+    def run(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case Copy():
+                    self._copy(command)
+                case Cancel(copy):
+                    assert copy in self.copies
+                    assert copy not in self.cancelled
+                    self.cancelled.add(copy)
+                    if not copy.reserve:
+                        self.open.remove(copy.record)
+                case Publish(record, place):
+                    self._publish(record, place)
+                case Retract(record, place):
+                    self._retract(record, place)
+                case Grant(number, places):
+                    self._grant(number, places)
+                case Refuse(number, record, reason):
+                    assert reason == "disk on fire"
+                    asked = self.asked.pop(number)
+                    assert asked.places is None
+                    assert record in asked.records
+
+    def _copy(self, copy: Copy) -> None:
+        slab, size = copy.slab, self.slabs[copy.slab]
+        key = (slab, copy.place.slot)
+        assert slab == self.slab(copy.record)
+        assert 0 <= copy.place.slot < size.slots
+        assert copy.reserve == (copy.place.slot >= size.ordinary)
+        assert all((other.slab, other.place.slot) != key for other in self.copies), "two copies into one slot"
+        assert key not in self.in_use(), "a copy into a slot that somebody reads"
+        assert copy.place.generation > self.generation.get(key, 0), "a filling that cannot be told from an older one"
+        if not copy.reserve:
+            assert copy.record not in self.words, "admitted twice"
+            assert copy.record not in self.open, "admitted twice"
+            self.open.add(copy.record)
+        self.generation[key] = copy.place.generation
+        self.content[key] = None
+        self.copies.append(copy)
+
+    def _publish(self, record: Record, place: Place) -> None:
+        key = (self.slab(record), place.slot)
+        assert self.content[key] == (record, place.generation), "published before it is complete"
+        assert place.slot < self.slabs[key[0]].ordinary, "a reserve slot is published"
+        assert all((self.slab(r), p.slot) != key for r, p in self.words.items()), "a slot with two owners"
+        assert record not in self.words
+        self.words[record] = place
+        self.open.remove(record)
+        self.recency[record] = self.tick()
+        for worker in self.workers:
+            for step in worker.running:
+                step.readable.add((record, place))
+
+    def _retract(self, record: Record, place: Place) -> None:
+        assert self.words.pop(record) == place
+        assert record not in self.engine.hot(), "a hot record is evicted"
+        states = self.engine.leases()
+        leased = {
+            pair
+            for asked in self.asked.values()
+            if asked.places is not None
+            for pair in zip(asked.records, asked.places, strict=True)
+        }
+        maybe = {r for n, a in self.asked.items() if states.get(n) is LeaseState.COPYING for r in a.records}
+        assert (record, place) not in leased, "a leased record is evicted"
+        slab, hot = self.slab(record), self.engine.hot()
+        for other, where in self.words.items():
+            if self.slab(other) == slab and other not in hot and other not in maybe and (other, where) not in leased:
+                assert self.recency[record] <= self.recency[other], "evicted before one that is less recent"
+
+    def _grant(self, number: int, places: tuple[Place, ...]) -> None:
+        asked = self.asked[number]
+        assert asked.places is None
+        assert len(places) == len(asked.records)
+        self.granted += 1
+        asked.places = places
+        reserve: dict[int, set[int]] = {}
+        for record, place in zip(asked.records, places, strict=True):
+            slab = self.slab(record)
+            assert self.content[slab, place.slot] == (record, place.generation), "granted before it is complete"
+            if place.slot >= self.slabs[slab].ordinary:
+                reserve.setdefault(slab, set()).add(place.slot)
+        for slab, slots in reserve.items():
+            assert len(slots) <= self.slabs[slab].reserve
+
+    # ---- what must always hold ----
+
+    def readable(self) -> Iterable[tuple[Record, Place]]:
+        """All that a running step or the holder of a lease may read now."""
+        for worker in self.workers:
+            for step in worker.running:
+                yield from step.readable
+            for _, record, place in worker.orphaned:
+                yield record, place
+        for asked in self.asked.values():
+            if asked.places is not None:
+                yield from zip(asked.records, asked.places, strict=True)
+        yield from self.words.items()
+
+    def in_use(self) -> set[Key]:
+        return {(self.slab(record), place.slot) for record, place in self.readable()}
+
+    def read(self) -> None:
+        """Read all that may be read: it is exactly the record that the reader was promised."""
+        for record, place in self.readable():
+            assert self.content[self.slab(record), place.slot] == (record, place.generation)
+
+    def check(self) -> None:
+        self.read()
+        assert {record: self.engine.place_of(record) for record in self.words} == self.words
+        residents = [0] * len(self.layers)
+        for record in self.words:
+            residents[record.layer] += 1
+        assert self.engine.residents() == residents
+        assert set(self.engine.leases()) == set(self.asked)
+        states = self.engine.leases()
+        assert all((states[n] is LeaseState.GRANTED) == (a.places is not None) for n, a in self.asked.items())
+        for slab, (size, use) in enumerate(zip(self.slabs, self.engine.slab_use(), strict=True)):
+            assert use.hot + use.ring + use.moving + use.free == use.slots == size.slots
+            assert use.hot + use.ring == sum(self.slab(record) == slab for record in self.words) <= size.ordinary
+
+    def settle(self) -> None:
+        """Everything under way comes to its good end; what was admitted is resident, and nothing is left behind."""
+        for worker, one in enumerate(self.workers):
+            if not one.alive:
+                self.attach(worker)
+        for _ in range(len(self.records) + len(self.asked) + 10):
+            for copy in list(self.copies):
+                self.copied(copy)
+            self.publish()
+            for number in [number for number, asked in self.asked.items() if asked.places is not None]:
+                self.release(number)
+            for worker, one in enumerate(self.workers):
+                while one.running:
+                    self.end(worker)
+            self.observe()
+            if not self.copies and not self.asked:
+                break
+        self.check()
+        assert not self.copies
+        assert not self.asked, "a lease that is never granted"
+        assert not self.open, "an admitted record that is neither published nor given back"
+        assert all(record in self.words for record in self.engine.hot())
+        for size, use in zip(self.slabs, self.engine.slab_use(), strict=True):
+            assert use.moving == 0
+            assert use.free >= size.reserve + min(size.spare, use.ring + use.free - size.reserve)
+
+    def slab(self, record: Record) -> int:
+        return self.layers[record.layer].slab
+
+    def tick(self) -> int:
+        self.now += 1
+        return self.now
