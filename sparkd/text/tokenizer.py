@@ -206,7 +206,12 @@ class Tokenizer:
         return self._tokens[index]
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes that the token stands for; a control token gives its literal text."""
+        """The bytes that the token stands for; a control token gives its literal text.
+
+        None for an id beyond the vocabulary: embeddings may have more rows, and a model may choose one of them.
+        """
+        if index >= len(self._tokens):
+            return b""
         token = self.text(index)
         if self._types[index] in (TokenType.NORMAL, TokenType.UNUSED):
             try:

@@ -13,9 +13,9 @@ import time
 
 import zmq
 
-from sparkd.errors import SparkError
+from sparkd.errors import RequestError, SparkError
 from sparkd.gguf.metadata import Metadata
-from sparkd.ipc.messages import Encode, Encoded, Refused, Run
+from sparkd.ipc.messages import MAX_BYTES, Encode, Encoded, Refused, Run
 from sparkd.text.chat import ChatTemplate
 from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.stop import StopMatcher
@@ -26,6 +26,8 @@ from sparkd.worker.sequences import Clock, Sequence
 
 #: Bits of a drawn seed: few enough to survive a JSON reader that knows only doubles.
 _SEED_BITS = 53
+#: Ids that one answer may hold; on the wire an id takes up to five bytes.
+_MAX_IDS = MAX_BYTES // 8
 
 Order = Run | Encode
 Result = Sequence | Refused | Encoded
@@ -49,7 +51,7 @@ class Texts:
         """Do one order; a request that cannot be done is Refused (or an Encoded with its error)."""
         if isinstance(order, Encode):
             try:
-                return Encoded(order.job, self.tokenizer.encode(order.text, special=order.special))
+                return Encoded(order.job, self._ids(order))
             except SparkError as error:
                 return Encoded(order.job, None, str(error))
         try:
@@ -61,6 +63,12 @@ class Texts:
         """End the template's process."""
         if isinstance(self._template, ChatTemplate):
             self._template.close()
+
+    def _ids(self, order: Encode) -> list[int]:
+        ids = self.tokenizer.encode(order.text, special=order.special)
+        if len(ids) > _MAX_IDS:
+            raise RequestError(f"the text has {len(ids)} tokens, an answer may hold {_MAX_IDS}", fix="cut the text")
+        return ids
 
     def _sequence(self, run: Run) -> Sequence:
         clock = Clock(arrived=time.monotonic())
@@ -102,7 +110,7 @@ class Desk:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], texts: Texts) -> None:
         self._texts = texts
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result | BaseException] = queue.SimpleQueue()
         self.woken = context.socket(zmq.PULL)
         self.woken.bind(self._ADDRESS)
         self._waker = context.socket(zmq.PUSH)
@@ -115,12 +123,15 @@ class Desk:
         self._orders.put(order)
 
     def take(self) -> list[Result]:
-        """What has been done since the last call."""
+        """What has been done since the last call. What the thread could not survive is raised here."""
         while self.woken.poll(0):
             self.woken.recv()
-        results = []
+        results: list[Result] = []
         while not self._results.empty():
-            results.append(self._results.get())
+            result = self._results.get()
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
         return results
 
     def close(self) -> None:
@@ -130,8 +141,13 @@ class Desk:
         self.woken.close(linger=0)
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            self._results.put(self._texts.work(order))
+        try:
+            while (order := self._orders.get()) is not None:
+                self._results.put(self._texts.work(order))
+                self._waker.send(b"")
+        except BaseException as error:
+            self._results.put(error)
             self._waker.send(b"")
-        self._waker.close(linger=0)
-        self._texts.close()
+        finally:
+            self._waker.close(linger=0)
+            self._texts.close()

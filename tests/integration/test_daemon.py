@@ -225,6 +225,25 @@ def test_a_chat_is_answered_the_same_way_twice_and_a_bad_one_is_refused(tmp_path
             client.chat([{"role": "nobody", "content": "x"}], max_tokens=4).read()
 
 
+def test_the_largest_messages_an_app_may_send_hurt_nobody(laguna: Daemon) -> None:
+    """Defaults that an app leaves out are filled in: what goes to the worker is larger than what came."""
+    pids = laguna.pids()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as app:
+        app.linger = 0
+        app.connect(f"ipc://{laguna.socket}")
+        app.send(messages.encode(messages.Hello([messages.VERSION], "raw")))
+        assert isinstance(messages.decode(app.recv()), messages.Welcome)
+        for body in ({"t": "generate", "prompt": ""}, {"t": "tokenize", "text": ""}):
+            name = "prompt" if "prompt" in body else "text"
+            packed = msgpack.packb({"v": messages.VERSION, "tag": 1, **body, name: "x" * 65536})
+            long = "x" * (65536 + messages.MAX_BYTES - len(packed))
+            app.send(msgpack.packb({"v": messages.VERSION, "tag": 1, **body, name: long}))
+            while not isinstance(answer := messages.decode(app.recv()), messages.Failed):
+                assert isinstance(answer, messages.Accepted)
+            assert "longer than the limit" in answer.message
+    assert laguna.pids() == pids
+
+
 def test_stopping_ends_requests_with_the_reason_and_leaves_nothing_behind(laguna: Daemon) -> None:
     pids = laguna.pids()
     with laguna.client() as client:

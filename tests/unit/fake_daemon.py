@@ -15,8 +15,6 @@ import zmq
 
 from spark_client import messages as m
 
-LEASE_S = 0.4
-
 
 @dataclass
 class Job:
@@ -40,6 +38,8 @@ class FakeDaemon:
     silent: bool = False
     endless: bool = False
     lapsed: bool = False
+    #: Longer than any test takes, unless the test is about what happens when it is over.
+    lease_s: float = 600.0
     heard: list[m.Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class FakeDaemon:
     def _answers(self, peer: bytes, msg: m.Message) -> list[m.Message]:
         match msg:
             case m.Hello():
-                return [self.refuse or m.Welcome(m.VERSION, "fake", 1, "model", LEASE_S)]
+                return [self.refuse or m.Welcome(m.VERSION, "fake", 1, "model", self.lease_s)]
             case m.Ping() if self.lapsed:
                 return [m.Failed(msg.tag, None, "protocol", "say hello first (the lease may have lapsed)")]
             case m.Ping():

@@ -256,7 +256,7 @@ def test_a_daemon_that_ends_fails_every_stream_at_once(fake_daemon: Start) -> No
 
 
 def test_a_daemon_that_hangs_is_noticed_when_its_lease_has_passed(fake_daemon: Start) -> None:
-    daemon = fake_daemon(endless=True)
+    daemon = fake_daemon(endless=True, lease_s=2.0)
 
     async def body(client: AsyncClient) -> None:
         stream = await client.generate("x")
@@ -268,7 +268,7 @@ def test_a_daemon_that_hangs_is_noticed_when_its_lease_has_passed(fake_daemon: S
 
 
 def test_a_lapsed_lease_fails_the_streams_it_ended(fake_daemon: Start) -> None:
-    daemon = fake_daemon(endless=True)
+    daemon = fake_daemon(endless=True, lease_s=2.0)
 
     async def body(client: AsyncClient) -> None:
         stream = await client.generate("x")

@@ -174,7 +174,7 @@ def test_tokens_and_status_are_answered_beside_a_stream(fake_daemon: Start) -> N
 
 
 def test_an_idle_app_keeps_its_lease(fake_daemon: Start) -> None:
-    daemon = fake_daemon()
+    daemon = fake_daemon(lease_s=2.0)
     with Client(daemon.path):
         assert len(daemon.wait_for(m.Ping, 3)) >= 3
 
@@ -233,7 +233,7 @@ def test_a_daemon_that_ends_fails_every_stream_at_once(fake_daemon: Start) -> No
 
 
 def test_a_daemon_that_hangs_is_noticed_when_its_lease_has_passed(fake_daemon: Start) -> None:
-    daemon = fake_daemon(endless=True)
+    daemon = fake_daemon(endless=True, lease_s=2.0)
     with Client(daemon.path) as client:
         stream = client.generate("x")
         daemon.silent = True
@@ -242,7 +242,7 @@ def test_a_daemon_that_hangs_is_noticed_when_its_lease_has_passed(fake_daemon: S
 
 
 def test_a_lapsed_lease_fails_the_streams_it_ended(fake_daemon: Start) -> None:
-    daemon = fake_daemon(endless=True)
+    daemon = fake_daemon(endless=True, lease_s=2.0)
     with Client(daemon.path) as client:
         stream = client.generate("x")
         daemon.lapsed = True

@@ -12,7 +12,7 @@ import zmq
 
 from sparkd.errors import ConfigError
 from sparkd.ipc import messages
-from sparkd.ipc.messages import MessageError, Ping, Pong, Stop
+from sparkd.ipc.messages import Encode, MessageError, Ping, Pong, Stop
 from sparkd.ipc.sockets import CLIENT_MODE, Channel, Malformed, PeerGone, PeerSlow, Router, RunDirectory
 
 
@@ -24,7 +24,7 @@ def context():
 
 
 def _next(router: Router):
-    assert router.socket.poll(5000), "nothing arrived"
+    assert router.socket.poll(30_000), "nothing arrived"
     return router.receive()
 
 
@@ -66,12 +66,22 @@ def test_a_malformed_message_names_its_peer_and_the_socket_goes_on(context, tmp_
 
 
 def test_a_message_above_the_limit_costs_its_sender_the_connection_and_nobody_else(context, tmp_path):
-    router = Router(context, tmp_path / "a.sock")
+    router = Router(context, tmp_path / "a.sock", max_bytes=1000)
     bad, good = _raw(context, tmp_path / "a.sock", b"bad"), Channel.dealer(context, tmp_path / "a.sock", b"good")
-    bad.send(bytes(messages.MAX_BYTES + 1))
+    bad.send(bytes(1001))
     good.send(Ping(1))
     assert _next(router) == (b"good", Ping(1))
     assert router.receive() is None
+
+
+def test_what_an_app_may_send_at_most_fits_between_processes_with_what_is_added_to_it(context, tmp_path):
+    router = Router(context, tmp_path / "a.sock")
+    child = Channel.dealer(context, tmp_path / "a.sock", b"worker")
+    child.send(Encode(1, "x" * messages.MAX_BYTES, special=False))
+    peer, order = _next(router)
+    assert isinstance(order, Encode)
+    router.send(peer, order)
+    assert child.receive(wait_s=30.0) == order
 
 
 def test_sending_to_nobody_is_an_error(context, tmp_path):

@@ -130,7 +130,7 @@ def test_interrupting_generate_cancels_the_request_and_exits_130(fake_daemon: St
 
 
 def test_a_reader_that_leaves_early_causes_no_complaint(fake_daemon: Start) -> None:
-    daemon = fake_daemon(plan=lambda ask: ["line\n"] * 50_000)
+    daemon = fake_daemon(plan=lambda ask: ["line\n" * 1000] * 500)
     command = [sys.executable, "-m", "sparkctl", "generate", "--socket", str(daemon.path), "x"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

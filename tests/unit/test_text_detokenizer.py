@@ -66,6 +66,10 @@ def test_only_truly_invalid_bytes_become_the_replacement_character() -> None:
     assert "".join(stream([0xFF, ord("a"), 0xC3, 0xA9, 0xE2, 0x82, ord("b"), 0x80])) == "\ufffdaé\ufffdb\ufffd"
 
 
+def test_an_id_beyond_the_vocabulary_leaves_no_trace() -> None:
+    assert stream([0x48, len(TOKENIZER), 0x69, 1 << 20]) == ["H", "", "i", "", ""]
+
+
 def test_a_character_cut_off_by_the_end_completes_the_stream() -> None:
     assert stream([ord("a"), 0xE2, 0x82]) == ["a", "", "", "\ufffd"]
     assert stream([ord("a")]) == ["a", ""]

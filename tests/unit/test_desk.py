@@ -1,0 +1,68 @@
+"""The text thread: what it cannot do is said, what it cannot survive ends the worker: no app is left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from sparkd.gguf.model_file import ModelFile
+from sparkd.ipc.messages import Encode, Encoded, MessageError, encode
+from sparkd.worker.desk import Desk, Texts
+
+DEMO = Path(__file__).parents[2] / "sparkd/demo/spark-demo-laguna.gguf"
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def texts() -> Iterator[Texts]:
+    texts = Texts(ModelFile.open(DEMO).metadata, context=2048, vocab=4096)
+    yield texts
+    texts.close()
+
+
+def test_a_text_of_more_tokens_than_an_answer_holds_is_refused_with_both_numbers(texts: Texts) -> None:
+    answer = texts.work(Encode(1, "\U00020000" * 600_000, special=False))
+    assert isinstance(answer, Encoded) and answer.tokens is None and answer.error is not None
+    assert "2400000 tokens" in answer.error and "2097152" in answer.error
+
+
+def test_the_longest_answer_fits_into_a_message() -> None:
+    encode(Encoded(1, [2**31 - 1] * 2097152))
+    with pytest.raises(MessageError):
+        encode(Encoded(1, [2**31 - 1] * 4 * 2097152))
+
+
+def test_what_the_thread_cannot_survive_is_raised_where_its_results_are_taken(context: zmq.Context[Any]) -> None:
+    class Broken:
+        def work(self, order: Encode) -> Encoded:
+            if order.job == 2:
+                raise ZeroDivisionError("job 2")
+            return Encoded(order.job, [1])
+
+        def close(self) -> None:
+            pass
+
+    desk = Desk(context, Broken())  # type: ignore[arg-type]
+    results: list[object] = []
+
+    def take_all() -> None:
+        while desk.woken.poll(30_000):
+            results.extend(desk.take())
+
+    desk.put(Encode(1, "", special=False))
+    assert desk.woken.poll(30_000)
+    assert desk.take() == [Encoded(1, [1])]
+    desk.put(Encode(2, "", special=False))
+    with pytest.raises(ZeroDivisionError, match="job 2"):
+        take_all()
+    desk.close()
