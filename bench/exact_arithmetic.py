@@ -271,7 +271,50 @@ def philox(key: int, counter: int) -> list[int]:
     return c
 
 
-def sample(logits: Sequence[float], temperature: float, top_k: int, top_p: float, seed: int, index: int) -> int:
+def limited(x: float) -> float:
+    largest = float.fromhex("0x1.fffffep127")
+    return max(-largest, min(largest, x))
+
+
+def adjusted(
+    logits: Sequence[float],
+    bias: Sequence[tuple[int, float]],
+    repetition: float,
+    presence: float,
+    frequency: float,
+    history: Sequence[int],
+    prompt: int,
+) -> list[float]:
+    """Logits after bias and penalties, all float32 numbers."""
+    out = list(logits)
+    for i, value in bias:
+        out[i] = limited(add(out[i], value))
+    if repetition != 1:
+        for i in set(history):
+            out[i] = limited(div(out[i], repetition) if out[i] > 0 else mul(out[i], repetition))
+    output = history[prompt:]
+    for i in set(output):
+        out[i] = limited(sub(sub(out[i], mul(float(output.count(i)), frequency)), presence))
+    return out
+
+
+def sample(
+    logits: Sequence[float],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    index: int,
+    *,
+    min_p: float = 0.0,
+    bias: Sequence[tuple[int, float]] = (),
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    history: Sequence[int] = (),
+    prompt: int = 0,
+) -> int:
+    logits = adjusted(logits, bias, repetition, presence, frequency, history, prompt)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     best = logits[order[0]]
     if temperature == 0:
@@ -289,6 +332,8 @@ def sample(logits: Sequence[float], temperature: float, top_k: int, top_p: float
             if sums >= limit:
                 kept = kept[:n]
                 break
+    if min_p > 0:
+        kept = kept[:1] + [i for i in kept[1:] if weight(i, 1.0) >= min_p * 2.0**32]
     weights = [weight(i, temperature) for i in kept]
     words = philox(seed, index)
     target = (words[0] | words[1] << 32) * sum(weights) >> 64
@@ -297,3 +342,13 @@ def sample(logits: Sequence[float], temperature: float, top_k: int, top_p: float
             return i
         target -= w
     raise AssertionError("the weights of the kept candidates add up to more than the target")
+
+
+def logprobs(logits: Sequence[float], token: int, best: int) -> list[tuple[int, float]]:
+    """Logarithms of probabilities: that of `token`, then those of the `best` most likely ones."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    largest = logits[order[0]]
+    total = f32(Fraction(sum(int(exp(sub(x, largest)) * 2**32) for x in logits), 1 << 32))
+    mantissa, exponent = math.frexp(total)
+    log_total = fma(float(exponent - 1), float.fromhex("0x1.62e430p-1"), log1p_unit(2 * mantissa - 1))
+    return [(i, sub(sub(logits[i], largest), log_total)) for i in [token, *order[:best]]]

@@ -175,6 +175,39 @@ def sample_lines() -> Iterator[str]:
         yield f"{vocabulary} {seed} {f(temperature)} {top_k} {f64(top_p)} {1 << 63 | seed} -> {' '.join(map(str, ids))}"
 
 
+def option_lines() -> Iterator[str]:
+    """The history is ids that are likely, so that penalties move them."""
+    for vocabulary, seed, temperature, top_k, min_p, repetition, presence, frequency, biases, prompt, outputs in (
+        (300, 6, 0.0, 0, 0.0, 1.5, 0.0, 0.0, "", 3, 0),
+        (300, 6, 0.0, 0, 0.0, 1.0, 3.5, 0.75, "", 2, 6),
+        (300, 7, 1.0, 0, 0.25, 1.0, 0.0, 0.0, "", 0, 0),
+        (300, 8, 1.0, 40, 0.05, 1.25, 0.5, 0.25, "5:41200000,17:c2c80000,299:41300000", 4, 8),
+        (300, 9, 2.0, 0, 0.125, 0.5, -1.0, -0.5, "0:c1200000", 1, 5),
+    ):
+        logits = [exact.mul(x, 16.0) for x in noise(seed, vocabulary)]
+        likely = sorted(range(vocabulary), key=lambda i: -logits[i])
+        history = [likely[i % 4] for i in range(prompt)] + [likely[i * i % 7] for i in range(outputs)]
+        bias = [(int(i), exact.from_bits(int(word, 16))) for i, word in (b.split(":") for b in biases.split(",") if b)]
+        ids = [
+            exact.sample(
+                logits, temperature, top_k, 1.0, seed, index, min_p=min_p, bias=bias, repetition=repetition,
+                presence=presence, frequency=frequency, history=history, prompt=prompt,
+            )
+            for index in range(6)
+        ]  # fmt: skip
+        yield (
+            f"{vocabulary} {seed} {f(temperature)} {top_k} {f64(min_p)} {f(repetition)} {f(presence)} {f(frequency)}"
+            f" {biases or '-'} {','.join(map(str, history[:prompt])) or '-'}"
+            f" {','.join(map(str, history[prompt:])) or '-'} {seed} -> {' '.join(map(str, ids))}"
+        )
+
+
+def logprob_lines() -> Iterator[str]:
+    for vocabulary, seed, token, best in ((1, 10, 0, 1), (300, 11, 7, 3), (4000, 12, 3999, 2)):
+        found = exact.logprobs([exact.mul(x, 16.0) for x in noise(seed, vocabulary)], token, best)
+        yield f"{vocabulary} {seed} {token} {best} -> {' '.join(f'{i}:{f(value)}' for i, value in found)}"
+
+
 def philox_lines() -> Iterator[str]:
     for key, counter in ((0, 0), (2**64 - 1, 2**128 - 1), (0x299F31D0A4093822, 0x0370734413198A2E85A308D3243F6A88)):
         words = " ".join(f"{w:08x}" for w in exact.philox(key, counter))
@@ -193,6 +226,9 @@ def section() -> str:
         **rope_lines(),
         "philox (key, counter low, counter high)": philox_lines(),
         "sample (vocabulary, seed of logits, temperature, top_k, top_p, seed -> indices 0 to 5)": sample_lines(),
+        "options (vocabulary, seed of logits, temperature, top_k, min_p, repetition, presence, frequency, biases, "
+        "ids of prompt, ids of output, seed -> indices 0 to 5)": option_lines(),
+        "logprobs (vocabulary, seed of logits, token, best -> token, then the best)": logprob_lines(),
     }
     return "".join(f"\n`{title}`\n\n```vectors\n{lines_of(lines)}```\n" for title, lines in blocks.items()) + "\n"
 

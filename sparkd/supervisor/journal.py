@@ -58,4 +58,5 @@ class Entry:
             max_tokens=ask.max_tokens,
             ignore_eos=ask.ignore_eos,
             produced=list(self.produced),
+            logprobs=ask.logprobs,
         )

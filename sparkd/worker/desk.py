@@ -6,10 +6,12 @@ becomes readable when there is one.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import secrets
 import threading
 import time
+from array import array
 
 import zmq
 
@@ -18,10 +20,9 @@ from sparkd.gguf.metadata import Metadata
 from sparkd.ipc.messages import MAX_BYTES, Encode, Encoded, Refused, Run
 from sparkd.text.chat import ChatTemplate
 from sparkd.text.detokenizer import Detokenizer
-from sparkd.text.stop import StopMatcher
+from sparkd.text.stop import StopMatcher, end_texts
 from sparkd.text.tokenizer import Tokenizer
-from sparkd.worker.limits import check_length, check_tokens
-from sparkd.worker.sampler import Sampling
+from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens
 from sparkd.worker.sequences import Clock, Sequence
 
 #: Bits of a drawn seed: few enough to survive a JSON reader that knows only doubles.
@@ -40,7 +41,9 @@ class Texts:
         """SparkError when the file describes no tokenizer; a missing template only fails requests that need it."""
         self.tokenizer = Tokenizer.from_metadata(metadata)
         self.context = context
-        self.vocab = vocab
+        #: Ids that mean something: embeddings may have more rows than the vocabulary has tokens.
+        self.vocab = min(vocab, len(self.tokenizer))
+        self._ends = end_texts(metadata.text("general.architecture"))
         self._template: ChatTemplate | SparkError
         try:
             self._template = ChatTemplate.from_metadata(metadata, self.tokenizer)
@@ -72,20 +75,22 @@ class Texts:
 
     def _sequence(self, run: Run) -> Sequence:
         clock = Clock(arrived=time.monotonic())
+        check_sampling(run.sampling, self.vocab)
+        check_logprobs(run.logprobs)
         prompt = self._prompt(run)
         check_length(len(prompt), run.max_tokens, self.context)
         check_tokens(prompt, self.vocab)
         seed = run.sampling.seed if run.sampling.seed is not None else secrets.randbits(_SEED_BITS)
-        sampling = Sampling(run.sampling.temperature, run.sampling.top_k, run.sampling.top_p, seed)
-        detokenizer, stops = Detokenizer(self.tokenizer), StopMatcher(run.stop)
+        detokenizer, stops = Detokenizer(self.tokenizer), StopMatcher(run.stop, () if run.ignore_eos else self._ends)
         for token in run.produced:
             stops.push(detokenizer.push(token))
         return Sequence(
             run.request,
-            [*prompt, *run.produced],
+            array("i", [*prompt, *run.produced]),
             len(prompt),
             run.max_tokens,
-            sampling,
+            dataclasses.replace(run.sampling, seed=seed),
+            run.logprobs,
             run.ignore_eos,
             detokenizer,
             stops,

@@ -16,14 +16,12 @@ from numpy.typing import NDArray
 
 from sparkd.errors import RequestError
 from sparkd.executors.base import Batch, Executor, RowKind, Segment, StepResult
-from sparkd.ipc.messages import Admitted, Done, Message, Prefilled, Produced, Refused
-from sparkd.worker.sampler import Sampling, sample
+from sparkd.ipc.messages import Admitted, Choice, Done, Message, Prefilled, Produced, Refused
+from sparkd.worker.sampler import choice, sample
 from sparkd.worker.scheduler import Piece, Scheduler, Step
 from sparkd.worker.sequences import Sequence
-from sparkd.worker.state import StatePool
+from sparkd.worker.state import PoolSize, StatePool
 
-#: (logits of one row, how to choose, number of the output token) -> token id, or RequestError.
-Sampler = Callable[[NDArray[np.float32], Sampling, int], int]
 #: Steps that the reported speed is an average of.
 _RECENT = 64
 
@@ -66,7 +64,10 @@ class Counts:
 
 
 class Engine:
-    """Runs up to `limit` sequences at a time on one executor; others wait in the order they came."""
+    """Runs up to `limit` sequences at a time on one executor; others wait in the order they came.
+
+    Only the first `vocab` ids are ever chosen.
+    """
 
     def __init__(
         self,
@@ -76,14 +77,14 @@ class Engine:
         end_tokens: Collection[int],
         limit: int,
         *,
-        sampler: Sampler = sample,
+        vocab: int,
         routed: Callable[[Routing], None] = lambda routing: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._pool = pool
         self._scheduler = scheduler
-        self._sampler = sampler
+        self._vocab = vocab
         self._end_tokens = frozenset(end_tokens)
         self._limit = limit
         self._routed = routed
@@ -117,7 +118,7 @@ class Engine:
         """End a request between two steps; nothing when it is not here."""
         for sequence in (*self._waiting, *self._running):
             if sequence.request == request:
-                return [self._end(sequence, "cancelled", None, "")]
+                return [self._end(sequence, "cancelled", "")]
         return []
 
     def step(self) -> list[Message]:
@@ -144,13 +145,15 @@ class Engine:
             sequence.holding = self._pool.admit(sequence.positions)
             if sequence.holding is None:
                 if not self._running:
-                    events.append(self._fail(sequence, _too_large(sequence)))
+                    events.append(self._fail(sequence, self._too_large(sequence.positions)))
                     continue
                 break
             self._waiting.popleft()
             self._running.append(sequence)
             sequence.clock.started = self._clock()
-            events.append(Admitted(sequence.request, sequence.tokens[: sequence.prompt], sequence.sampling.seed))
+            assert sequence.sampling.seed is not None
+            prompt = sequence.tokens[: sequence.prompt].tolist()
+            events.append(Admitted(sequence.request, prompt, sequence.sampling.seed))
             if sequence.stops.stopped is not None or sequence.outputs >= sequence.max_tokens:
                 events.append(self._finish(sequence, "length"))
         return events
@@ -196,15 +199,16 @@ class Engine:
             events.append(Prefilled(sequence.request, sequence.computed, sequence.known))
         if sequence.unread:
             return events
-        row = next(logits)
+        row = next(logits)[: self._vocab]
         sequence.clock.first_token = sequence.clock.first_token or now
         try:
-            token = self._sampler(row, sequence.sampling, sequence.outputs)
+            token = sample(row, sequence.sampling, sequence.outputs, sequence.tokens, sequence.prompt)
         except RequestError as error:
             return [*events, self._fail(sequence, error)]
-        return events + self._take(sequence, token)
+        chosen = None if sequence.logprobs is None else choice(row, token, sequence.logprobs)
+        return events + self._take(sequence, token, chosen)
 
-    def _take(self, sequence: Sequence, token: int) -> list[Message]:
+    def _take(self, sequence: Sequence, token: int, chosen: Choice | None) -> list[Message]:
         """The consequences of a new output token."""
         if token in self._end_tokens and not sequence.ignore_eos:
             return [self._finish(sequence, "stop")]
@@ -212,9 +216,9 @@ class Engine:
         sequence.tokens.append(token)
         self.counts.output_tokens += 1
         text, stopped = sequence.stops.push(sequence.detokenizer.push(token))
-        events: list[Message] = [Produced(sequence.request, index, token, text)]
+        events: list[Message] = [Produced(sequence.request, index, token, text, chosen)]
         if stopped is not None:
-            events.append(self._end(sequence, "stop", stopped, ""))
+            events.append(self._end(sequence, "stop", ""))
         elif sequence.outputs == sequence.max_tokens:
             events.append(self._finish(sequence, "length"))
         return events
@@ -225,15 +229,24 @@ class Engine:
         if stopped is None:
             rest, stopped = sequence.stops.finish()
             text += rest
-        return self._end(sequence, reason if stopped is None else "stop", stopped, text)
+        return self._end(sequence, reason if stopped is None else "stop", text)
 
-    def _end(self, sequence: Sequence, reason: str, stop: str | None, text: str) -> Message:
+    def _end(self, sequence: Sequence, reason: str, text: str) -> Message:
         self._drop(sequence)
         self.counts.finished += 1
-        timings = sequence.clock.timings(self._clock())
+        assert sequence.sampling.seed is not None
         return Done(
-            sequence.request, reason, stop, text, sequence.prompt, sequence.outputs, sequence.sampling.seed, timings
-        )  # fmt: skip
+            request=sequence.request,
+            reason=reason,
+            stop=sequence.stops.asked,
+            text=text,
+            prompt_tokens=sequence.prompt,
+            output_tokens=sequence.outputs,
+            seed=sequence.sampling.seed,
+            timings=sequence.clock.timings(self._clock()),
+            # No worker serves before every record is resident.
+            hit_rate=1.0 if sequence.computed else None,
+        )
 
     def _fail(self, sequence: Sequence, error: RequestError) -> Message:
         self._drop(sequence)
@@ -249,6 +262,10 @@ class Engine:
             self._pool.release(sequence.holding)
             sequence.holding = None
 
-
-def _too_large(sequence: Sequence) -> RequestError:
-    return RequestError(f"the state of {sequence.positions} positions does not fit even when nothing else runs")
+    def _too_large(self, positions: int) -> RequestError:
+        layout, size = self._pool.layout, self._pool.size
+        need = PoolSize.worst_case(layout, 1, positions, self._pool.chunk).bytes(layout)
+        return RequestError(
+            f"the state of {positions} positions takes {need} bytes, all the worker has are {size.bytes(layout)}",
+            fix="shorten the prompt or ask for fewer tokens",
+        )

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparkd.errors import RequestError
+from sparkd.ipc.messages import Sampling
+
+#: Beyond this every distribution is flat.
+MAX_TEMPERATURE = 100.0
+#: Penalties and biases far beyond what logits differ by.
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 10.0
+MAX_BIAS = 100.0
+#: Tokens one request may bias, and tokens named beside each chosen one.
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
 
 
 def check_length(prompt: int, max_tokens: int, context: int) -> None:
@@ -24,3 +35,41 @@ def check_tokens(tokens: Sequence[int], vocab: int) -> None:
     outside = next((token for token in tokens if not 0 <= token < vocab), None)
     if outside is not None:
         raise RequestError(f"token {outside} is not in the vocabulary", fix=f"ids are 0 to {vocab - 1}")
+
+
+def check_sampling(sampling: Sampling, vocab: int) -> None:
+    """RequestError naming option, value and range for options that cannot be."""
+    _check_number("temperature", sampling.temperature, 0, MAX_TEMPERATURE)
+    _check_integer("top_k", sampling.top_k, 31)
+    _check_number("top_p", sampling.top_p, 0, 1)
+    _check_number("min_p", sampling.min_p, 0, 1)
+    _check_number("repetition_penalty", sampling.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+    _check_number("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_number("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    if sampling.seed is not None:
+        _check_integer("seed", sampling.seed, 64)
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise RequestError(f"logit_bias names {len(sampling.logit_bias)} tokens", fix=f"name at most {MAX_BIASES}")
+    seen = set()
+    for bias in sampling.logit_bias:
+        check_tokens([bias.token], vocab)
+        _check_number(f"logit_bias of token {bias.token}", bias.bias, -MAX_BIAS, MAX_BIAS)
+        if bias.token in seen:
+            raise RequestError(f"logit_bias names token {bias.token} twice", fix="name each token once")
+        seen.add(bias.token)
+
+
+def check_logprobs(logprobs: int | None) -> None:
+    """RequestError for a number of tokens that cannot be named beside each chosen one."""
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise RequestError(f"logprobs is {logprobs}", fix=f"give a whole number from 0 to {MAX_LOGPROBS}")
+
+
+def _check_number(option: str, value: float, least: float, greatest: float) -> None:
+    if not least <= value <= greatest:
+        raise RequestError(f"{option} is {value!r}", fix=f"give a number from {least:g} to {greatest:g}")
+
+
+def _check_integer(option: str, value: int, bits: int) -> None:
+    if not 0 <= value < 1 << bits:
+        raise RequestError(f"{option} is {value!r}", fix=f"give a whole number from 0 to 2^{bits} - 1")

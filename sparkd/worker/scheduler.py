@@ -45,7 +45,8 @@ class Scheduler:
 
     def __init__(self, max_rows: int, max_step_s: float) -> None:
         self._max_rows = max_rows
-        self._max_step_s = max_step_s
+        #: May be changed between steps.
+        self.max_step_s = max_step_s
         self.chunk_rows = min(FIRST_CHUNK, max_rows)
 
     def plan(self, running: Iterable[Sequence]) -> Step | None:
@@ -67,7 +68,7 @@ class Scheduler:
         """Learn from a step that took `seconds`."""
         if step.chunk is None:
             return
-        factor = max(_SHRINK, min(_GROWTH, self._max_step_s / max(seconds, 1e-6)))
+        factor = max(_SHRINK, min(_GROWTH, self.max_step_s / max(seconds, 1e-6)))
         if step.chunk.rows >= self.chunk_rows or factor < 1:
             size = int(min(step.chunk.rows, self.chunk_rows) * factor)
             self.chunk_rows = max(1, min(size, self._max_rows))

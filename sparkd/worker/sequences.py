@@ -10,12 +10,12 @@ is the state in which exactly one is left to read and it is an output of this ru
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
-from sparkd.ipc.messages import Timings
+from sparkd.ipc.messages import Sampling, Timings
 from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.stop import StopMatcher
-from sparkd.worker.sampler import Sampling
 from sparkd.worker.state import Holding
 
 
@@ -40,13 +40,17 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's ids and state. The first `known` ids (prompt, outputs of an earlier run) are there from the start."""
+    """A request's ids and state. The first `known` ids (prompt, outputs of an earlier run) are there from the start.
+
+    `sampling` has a seed. `logprobs`: how many of the most likely tokens are named beside each output; None: not asked.
+    """
 
     request: int
-    tokens: list[int]
+    tokens: array[int]
     prompt: int
     max_tokens: int
     sampling: Sampling
+    logprobs: int | None
     ignore_eos: bool
     detokenizer: Detokenizer
     stops: StopMatcher

@@ -30,6 +30,7 @@ from sparkd.ipc.messages import (
     Json,
     Message,
     Ready,
+    Reconfigure,
     Routed,
     Run,
     StatusAnswer,
@@ -65,6 +66,7 @@ class Parts:
     texts: Texts
     size: PoolSize
     pool: StatePool
+    scheduler: Scheduler
     engine: Engine
     threads: int
     isa: str
@@ -101,7 +103,7 @@ class WorkerServer:
             return
         self._parts = self._build(attached.model, arena, texts)
         self._child.send(Ready(self._child.role, self._status()))
-        self._serve(self._desk, self._parts.engine)
+        self._serve(self._desk, self._parts)
 
     def close(self) -> None:
         """End the text thread and the links."""
@@ -156,29 +158,31 @@ class WorkerServer:
         isa = available()[0] if settings.cpu.isa == "auto" else settings.cpu.isa
         memory = StateMemory.allocate(layout, size.pages, size.records)
         executor = NativeExecutor(program, arena, layout, memory, max_rows=STEP_ROWS, threads=threads, isa=isa)
+        scheduler = Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000)
         engine = Engine(
             executor,
             pool,
-            Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000),
+            scheduler,
             texts.tokenizer.end_of_generation_ids,
             settings.limits.sequences,
+            vocab=texts.vocab,
             routed=self._report_routing,
         )
-        return Parts(model, arena, texts, size, pool, engine, threads, isa)
+        return Parts(model, arena, texts, size, pool, scheduler, engine, threads, isa)
 
     # ---- serving ----
 
-    def _serve(self, desk: Desk, engine: Engine) -> None:
-        child = self._child
+    def _serve(self, desk: Desk, parts: Parts) -> None:
+        child, engine = self._child, parts.engine
         while child.running:
             for msg in child.wait(0.0 if engine.busy else _IDLE_S, desk.woken):
-                self._take(msg, desk, engine)
+                self._take(msg, desk, parts)
             for result in desk.take():
                 self._take_result(result, engine)
             if engine.busy:
                 self._send(engine.step())
 
-    def _take(self, msg: Message, desk: Desk, engine: Engine) -> None:
+    def _take(self, msg: Message, desk: Desk, parts: Parts) -> None:
         match msg:
             case Run():
                 self._at_desk.add(msg.request)
@@ -191,7 +195,9 @@ class WorkerServer:
                 nothing = Timings(0.0, 0.0, 0.0)
                 self._child.send(Done(msg.request, "cancelled", None, "", 0, 0, 0, nothing))
             case Abort():
-                self._send(engine.abort(msg.request))
+                self._send(parts.engine.abort(msg.request))
+            case Reconfigure():
+                parts.scheduler.max_step_s = Settings.from_json(msg.settings).scheduler.max_step_ms / 1000
             case StatusQuery():
                 self._child.send(StatusAnswer(msg.job, self._child.role, self._status()))
             case _:

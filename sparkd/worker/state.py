@@ -56,14 +56,14 @@ class StatePool:
         """A pool of `size`, for steps of at most `chunk` rows of one sequence."""
         self.layout = layout
         self.size = size
-        self._chunk = chunk
+        self.chunk = chunk
         self._free_pages = [list(range(count - 1, -1, -1)) for count in size.pages]
         self._free_records = list(range(size.records - 1, -1, -1))
         self._unreserved = list(size.pages)
 
     def admit(self, positions: int) -> Holding | None:
         """Set aside what a sequence of `positions` needs; None when it does not fit now, and nothing has changed."""
-        need = tuple(g.pages_for(positions, self._chunk) for g in self.layout.groups)
+        need = tuple(g.pages_for(positions, self.chunk) for g in self.layout.groups)
         if not self._free_records or any(n > have for n, have in zip(need, self._unreserved, strict=True)):
             return None
         for group, pages in enumerate(need):

@@ -159,8 +159,44 @@ def test_philox_and_the_sampler_give_the_documented_choices(arithmetic):
     for isa in available():
         for (vocabulary, logits_seed, temperature, top_k, top_p, seed), result in documented("sample"):
             logits = noise(int(logits_seed), int(vocabulary)) * np.float32(16)
-            options = (word(temperature), int(top_k), float64(top_p), int(seed))
-            assert [native(isa).sample(logits, *options, index) for index in range(6)] == list(map(int, result))
+            options = (word(temperature), int(top_k), float64(top_p))
+            ids = [choose(isa, logits, *options, seed=int(seed), index=index) for index in range(6)]
+            assert ids == list(map(int, result))
+
+
+def test_what_changes_and_filters_logits_gives_the_documented_choices():
+    def ids_of(listed: str) -> list[int]:
+        return [] if listed == "-" else [int(i) for i in listed.split(",")]
+
+    for isa in available():
+        for inputs, result in documented("options"):
+            vocabulary, logits_seed, temperature, top_k, min_p, *penalties, biases, prompt, output, seed = inputs
+            logits = noise(int(logits_seed), int(vocabulary)) * np.float32(16)
+            options = (word(temperature), int(top_k), 1.0, float64(min_p), *map(word, penalties))
+            bias = [(int(i), word(w)) for i, w in (b.split(":") for b in biases.split(",") if b != "-")]
+            history = ids_of(prompt) + ids_of(output)
+            for index, token in enumerate(result):
+                past = {"bias": bias, "history": history, "prompt": len(ids_of(prompt))}
+                made = choose(isa, logits, *options, **past, seed=int(seed), index=index)
+                assert made == int(token), inputs
+
+
+def test_log_probabilities_have_the_documented_bits():
+    for isa in available():
+        for (vocabulary, seed, token, best), result in documented("logprobs"):
+            logits = noise(int(seed), int(vocabulary)) * np.float32(16)
+            ids, values = native(isa).logprobs(logits, int(token), int(best))
+            assert [f"{i}:{w}" for i, w in zip(ids, words(*values), strict=True)] == result
+
+
+def choose(isa, logits, temperature, top_k, top_p, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0, *,
+           bias=(), history=(), prompt=0, seed, index) -> int:  # fmt: skip
+    """The native sampler with every option."""
+    bias_ids, bias_values = array([i for i, _ in bias], np.int32), array([value for _, value in bias])
+    return native(isa).sample(
+        logits, temperature, top_k, top_p, min_p, repetition, presence, frequency,
+        bias_ids, bias_values, array(history, np.int32), prompt, seed, index,
+    )  # fmt: skip
 
 
 # Functions

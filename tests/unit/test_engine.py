@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from array import array
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,9 @@ from sparkd.errors import RequestError
 from sparkd.executors.base import Batch, RowKind, StepResult
 from sparkd.graph.program import ConvState, KvCache, Program
 from sparkd.graph.state import StateLayout
-from sparkd.ipc.messages import Admitted, Done, Prefilled, Produced, Refused
+from sparkd.ipc.messages import Admitted, Done, Prefilled, Produced, Refused, Sampling
 from sparkd.text.stop import StopMatcher
 from sparkd.worker.engine import Engine, Routing
-from sparkd.worker.sampler import Sampling
 from sparkd.worker.scheduler import Scheduler
 from sparkd.worker.sequences import Clock, Sequence
 from sparkd.worker.state import PoolSize, StatePool
@@ -87,27 +88,28 @@ def text_of(tokens: list[int]) -> str:
 
 
 class Bench:
-    def __init__(self, limit: int = 2, poison: int | None = None) -> None:
+    def __init__(self, limit: int = 2, poison: int | None = None, vocab: int = VOCAB, room: int | None = None) -> None:
         layout = StateLayout.of(PROGRAM, 4)
-        self.pool = StatePool(layout, PoolSize.worst_case(layout, limit, CONTEXT, MAX_ROWS), MAX_ROWS)
+        self.pool = StatePool(layout, PoolSize.worst_case(layout, limit, room or CONTEXT, MAX_ROWS), MAX_ROWS)
         self.executor = FakeExecutor(poison)
         self.routed: list[Routing] = []
         self.engine = Engine(
-            self.executor, self.pool, Scheduler(MAX_ROWS, 1e9), {END}, limit, routed=self.routed.append
+            self.executor, self.pool, Scheduler(MAX_ROWS, 1e9), {END}, limit, vocab=vocab, routed=self.routed.append
         )  # fmt: skip
 
     def submit(self, request: int, prompt: list[int], produced: list[int] | None = None, **fields: Any) -> None:
-        given = {"max_tokens": 10, "ignore_eos": True, "stop": []} | fields
-        stops = StopMatcher(given["stop"])
+        given = {"max_tokens": 10, "ignore_eos": True, "stop": [], "sampling": Sampling(seed=5)} | fields
+        stops = StopMatcher(given["stop"], given.get("ends", ()))
         for token in produced or []:
             stops.push(Letters().push(token))
         self.engine.submit(
             Sequence(
                 request,
-                [*prompt, *(produced or [])],
+                array("i", [*prompt, *(produced or [])]),
                 len(prompt),
                 given["max_tokens"],
-                Sampling(seed=5),
+                given["sampling"],
+                given.get("logprobs"),
                 given["ignore_eos"],
                 Letters(),  # type: ignore[arg-type]
                 stops,
@@ -238,6 +240,85 @@ def test_a_resumed_request_goes_on_where_it_was(cut: int) -> None:
         cut:
     ]
     assert (done(rest, 1).reason, done(rest, 1).output_tokens) == ("length", 8)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 7])
+def test_a_resumed_request_chooses_the_same_tokens_under_penalties(cut: int) -> None:
+    prompt = [5, 6, 7, 7]
+    sampling = Sampling(
+        temperature=1.0, seed=11, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, min_p=0.01
+    )
+    whole = Bench()
+    whole.submit(1, prompt, max_tokens=12, sampling=sampling)
+    expected = tokens(whole.run(), 1)
+    resumed = Bench()
+    resumed.submit(1, prompt, produced=expected[:cut], max_tokens=12, sampling=sampling)
+    assert tokens(resumed.run(), 1) == expected[cut:]
+    plain = Bench()
+    plain.submit(1, prompt, max_tokens=12, sampling=Sampling(temperature=1.0, seed=11))
+    assert tokens(plain.run(), 1) != expected
+
+
+def test_ids_beyond_the_vocabulary_are_never_chosen_however_likely() -> None:
+    bench = Bench(vocab=VOCAB // 2)
+    bench.submit(1, [3, 4], max_tokens=40)
+    bench.submit(2, [3, 5], max_tokens=40, sampling=Sampling(temperature=1.0, seed=3))
+    events = bench.run()
+    assert max(continuation([3, 4], 40)) >= VOCAB // 2
+    assert len(tokens(events, 1)) == len(tokens(events, 2)) == 40
+    assert max(tokens(events, 1) + tokens(events, 2)) < VOCAB // 2
+
+
+def test_log_probabilities_come_with_each_token_that_asked_for_them() -> None:
+    bench = Bench()
+    bench.submit(1, [3, 4], max_tokens=3, logprobs=2)
+    bench.submit(2, [3, 4], max_tokens=3)
+    events = bench.run()
+    # FakeExecutor gives one token the logit 1 and all others 0
+    likely, other = 1 - np.log(np.e + VOCAB - 1), -np.log(np.e + VOCAB - 1)
+    for event in (e for e in events if isinstance(e, Produced) and e.request == 1):
+        assert event.choice is not None
+        assert event.choice.logprob == pytest.approx(likely, abs=1e-5)
+        first, second = event.choice.best
+        assert (first.token, first.logprob) == (event.token, event.choice.logprob)
+        assert second.logprob == pytest.approx(other, abs=1e-5) and second.token == (0 if event.token else 1)
+    assert all(e.choice is None for e in events if isinstance(e, Produced) and e.request == 2)
+
+
+def test_an_answer_that_spells_the_end_of_its_turn_ends_there_unless_that_is_to_be_ignored() -> None:
+    text = text_of(continuation([3, 4], 9))
+    end = text[6:9]
+    bench = Bench()
+    bench.submit(1, [3, 4], max_tokens=9, ends=[end])
+    events = bench.run()
+    assert (done(events, 1).reason, done(events, 1).stop) == ("stop", None)
+    assert "".join(e.text for e in events if isinstance(e, Produced)) + done(events, 1).text == text[: text.index(end)]
+
+
+def test_a_request_waits_until_its_state_fits_and_one_that_never_can_is_refused_with_both_sizes() -> None:
+    bench = Bench(limit=3, room=64)
+    for request in (1, 2):
+        bench.submit(request, [request] * 60, max_tokens=40)
+    bench.submit(3, [3] * 4, max_tokens=4)
+    bench.submit(4, [4] * 180, max_tokens=20)
+    events = bench.run()
+    for request, prompt in ((1, [1] * 60), (2, [2] * 60), (3, [3] * 4)):
+        count = done(events, request).output_tokens
+        assert tokens(events, request) == continuation(prompt, count)
+    (refused,) = (e for e in events if isinstance(e, Refused))
+    assert refused.request == 4 and "200 positions" in refused.message
+    _, needed, there = (int(number) for number in re.findall(r"\d+", refused.message))
+    assert needed > there
+
+
+def test_the_share_of_experts_that_were_resident_is_told_where_any_was_needed() -> None:
+    bench = Bench(limit=1)
+    bench.submit(1, [1] * 20, max_tokens=3)
+    bench.submit(2, [2], max_tokens=3)
+    bench.engine.step()
+    (aborted,) = bench.engine.abort(2)
+    assert isinstance(aborted, Done) and aborted.hit_rate is None
+    assert done(bench.run(), 1).hit_rate == 1.0
 
 
 def test_routing_says_which_rows_count_as_decode() -> None:

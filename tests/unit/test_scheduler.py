@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkd.ipc.messages import Sampling
 from sparkd.text.stop import StopMatcher
-from sparkd.worker.sampler import Sampling
 from sparkd.worker.scheduler import FIRST_CHUNK, Scheduler
 from sparkd.worker.sequences import Clock, Sequence
 
@@ -22,8 +24,9 @@ class NoText:
 
 
 def sequence(request: int, known: int, computed: int) -> Sequence:
+    ids = array("i", [0] * known)
     made = Sequence(
-        request, [0] * known, known, 10, Sampling(), True, NoText(), StopMatcher([]), Clock()  # type: ignore[arg-type]
+        request, ids, known, 10, Sampling(), None, True, NoText(), StopMatcher([]), Clock()  # type: ignore[arg-type]
     )  # fmt: skip
     made.computed = computed
     if computed == known:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.errors import RequestError
-from sparkd.text.stop import MAX_STOP_CHARACTERS, MAX_STOPS, StopMatcher
+from sparkd.text.stop import MAX_STOP_CHARACTERS, MAX_STOPS, StopMatcher, end_texts
 
 
 def reference(stops: list[str], text: str) -> tuple[str, str | None]:
@@ -90,3 +90,15 @@ def test_without_stop_strings_everything_passes() -> None:
 def test_impossible_stop_strings_are_refused(stops: list[str]) -> None:
     with pytest.raises(RequestError, match="stop string"):
         StopMatcher(stops)
+
+
+def test_what_a_model_spells_to_end_its_turn_ends_the_text_and_is_no_stop_string_of_the_request() -> None:
+    (end,) = end_texts("laguna")
+    matcher = StopMatcher(["xx"] * MAX_STOPS, [end])
+    assert matcher.push("Yes.</assis") == ("Yes.", None)
+    assert matcher.push("tant>\n<user>") == ("", "</assistant>")
+    assert matcher.asked is None
+    asked_for = StopMatcher(["</assistant>"], [end])
+    asked_for.push("Yes.</assistant>")
+    assert asked_for.asked == "</assistant>"
+    assert end_texts("qwen35moe") == ()

@@ -151,16 +151,43 @@ float product(int type, Input<uint8_t> row, Input<int8_t> q, Input<float> a) {
     return spark::product(unpacked, q.data(), a.data(), sums.data());
 }
 
-int32_t sample(Input<float> logits, float temperature, int32_t top_k, double top_p, uint64_t seed, uint64_t index) {
+int32_t sample(Input<float> logits, float temperature, int32_t top_k, double top_p, double min_p, float repetition_penalty,
+               float presence_penalty, float frequency_penalty, Input<int32_t> bias_ids, Input<float> bias_values,
+               Input<int32_t> history, size_t prompt, uint64_t seed, uint64_t index) {
     require(logits.size() > 0, "no logits");
-    return spark::sample(logits.data(), static_cast<int32_t>(logits.size()), {temperature, top_k, top_p, seed}, index);
+    require(bias_ids.size() == bias_values.size(), "not one bias for each id");
+    for (size_t i = 0; i < bias_ids.size(); ++i)
+        require(bias_ids.data()[i] >= 0 && static_cast<size_t>(bias_ids.data()[i]) < logits.size(), "bias of no token");
+    require(prompt <= history.size(), "a prompt longer than the history");
+    const spark::SamplerOptions options = {temperature,         top_k,           top_p,
+                                           min_p,               repetition_penalty, presence_penalty,
+                                           frequency_penalty,   bias_ids.data(), bias_values.data(),
+                                           bias_ids.size(),     seed};
+    const auto vocabulary = static_cast<int32_t>(logits.size());
+    return spark::sample(logits.data(), vocabulary, options, {history.data(), prompt, history.size()}, index);
+}
+
+std::tuple<Output<int32_t>, Output<float>> logprobs(Input<float> logits, int32_t id, int32_t best) {
+    require(id >= 0 && static_cast<size_t>(id) < logits.size() && best >= 0, "no such token");
+    const std::vector<spark::Logprob> found =
+        spark::logprobs(logits.data(), static_cast<int32_t>(logits.size()), id, best);
+    Output<int32_t> ids = output<int32_t>(found.size());
+    Output<float> values = output<float>(found.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+        ids.data()[i] = found[i].id;
+        values.data()[i] = found[i].value;
+    }
+    return {ids, values};
 }
 
 }  // namespace
 
 void bind_arithmetic(nb::module_& module) {
-    module.def("sample", &sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "index"_a,
-               "The token chosen from float32 logits; ValueError when one is not finite.");
+    module.def("sample", &sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "repetition_penalty"_a,
+               "presence_penalty"_a, "frequency_penalty"_a, "bias_ids"_a, "bias_values"_a, "history"_a, "prompt"_a,
+               "seed"_a, "index"_a, "The token chosen from float32 logits; ValueError when one is not finite.");
+    module.def("logprobs", &logprobs, "logits"_a, "id"_a, "best"_a,
+               "ids, logarithms of probabilities: those of `id`, then of the `best` most likely tokens");
 
     nb::module_ m = module.def_submodule("arithmetic", "docs/arithmetic.md, function by function.");
     m.def("exp", &map<float, float, spark::exp>);

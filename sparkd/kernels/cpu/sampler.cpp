@@ -1,6 +1,7 @@
 #include "cpu/sampler.h"
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -60,6 +61,65 @@ int32_t best_token(const float* logits, int32_t n) {
     return best;
 }
 
+// Infinities become the largest finite values.
+float limited(float x) {
+    constexpr float LARGEST = 0x1.fffffep+127f;
+    return x > LARGEST ? LARGEST : x < -LARGEST ? -LARGEST : x;
+}
+
+// Logits after bias and penalties; finite ones stay finite.
+class Adjusted {
+  public:
+    Adjusted(const float* logits, int32_t n) : logits_(logits, logits + n) {}
+
+    void bias(const int32_t* ids, const float* values, size_t n) {
+        for (size_t i = 0; i < n; ++i) {
+            float& logit = logits_[static_cast<size_t>(ids[i])];
+            logit = limited(logit + values[i]);
+        }
+    }
+
+    void penalise_repetition(const History& history, float penalty) {
+        for (const int32_t id : distinct(history.ids, history.count)) {
+            float& logit = logits_[static_cast<size_t>(id)];
+            logit = limited(logit > 0.0f ? logit / penalty : logit * penalty);
+        }
+    }
+
+    void penalise_output(const History& history, float frequency, float presence) {
+        for (const int32_t id : distinct(history.ids + history.prompt, history.count - history.prompt)) {
+            float& logit = logits_[static_cast<size_t>(id)];
+            logit = logit - static_cast<float>(occurrences_[static_cast<size_t>(id)]) * frequency;
+            logit = limited(logit - presence);
+        }
+    }
+
+    const float* data() const { return logits_.data(); }
+
+  private:
+    // Each id once, in order of appearance; `occurrences_` says how often it is there.
+    std::vector<int32_t> distinct(const int32_t* ids, size_t n) {
+        occurrences_.assign(logits_.size(), 0);
+        std::vector<int32_t> found;
+        for (size_t i = 0; i < n; ++i) {
+            if (ids[i] < 0 || static_cast<size_t>(ids[i]) >= logits_.size()) continue;
+            if (occurrences_[static_cast<size_t>(ids[i])]++ == 0) found.push_back(ids[i]);
+        }
+        return found;
+    }
+
+    std::vector<float> logits_;
+    std::vector<uint32_t> occurrences_;
+};
+
+// ln(total / 2^32) of a sum of weights, which is at least the best one's 2^32.
+float log_of_total(uint64_t total) {
+    const uint32_t bits = bits_of(static_cast<float>(total) * 0x1p-32f);
+    const auto exponent = static_cast<float>(static_cast<int32_t>(bits >> 23) - 127);
+    const float mantissa = from_bits((bits & 0x007fffffu) | 0x3f800000u);
+    return fma(exponent, 0x1.62e430p-1f, log1p_unit(mantissa - 1.0f));
+}
+
 // One draw: the candidates that are left are the first `count` of the ranking.
 class Draw {
   public:
@@ -78,6 +138,14 @@ class Draw {
         size_t kept = 0;
         do sum += weight(ranking_[kept++].logit, best_, 1.0f);
         while (static_cast<double>(sum) < limit);
+        count_ = kept;
+    }
+
+    // Keeps the candidates with at least p of the best one's probability, at temperature 1.
+    void min_p(double p) {
+        if (p <= 0.0) return;
+        size_t kept = 1;
+        while (kept < count_ && static_cast<double>(weight(ranking_[kept].logit, best_, 1.0f)) >= p * 0x1p32) ++kept;
         count_ = kept;
     }
 
@@ -110,14 +178,38 @@ class Draw {
 
 }  // namespace
 
-int32_t sample(const float* logits, int32_t vocabulary, const SamplerOptions& options, uint64_t index) {
-    const int32_t best = best_token(logits, vocabulary);
+int32_t sample(const float* logits, int32_t vocabulary, const SamplerOptions& options, const History& history, uint64_t index) {
+    int32_t best = best_token(logits, vocabulary);
+    const bool repetition = options.repetition_penalty != 1.0f && history.count > 0;
+    const bool output = (options.presence_penalty != 0.0f || options.frequency_penalty != 0.0f) && history.count > history.prompt;
+    std::optional<Adjusted> adjusted;
+    if (options.biases > 0 || repetition || output) {
+        adjusted.emplace(logits, vocabulary);
+        adjusted->bias(options.bias_ids, options.bias_values, options.biases);
+        if (repetition) adjusted->penalise_repetition(history, options.repetition_penalty);
+        if (output) adjusted->penalise_output(history, options.frequency_penalty, options.presence_penalty);
+        logits = adjusted->data();
+        best = best_token(logits, vocabulary);
+    }
     if (options.temperature == 0.0f) return best;
     Draw draw(logits, vocabulary, logits[best]);
     draw.top_k(options.top_k);
     draw.top_p(options.top_p);
+    draw.min_p(options.min_p);
     const Philox random = philox(options.seed, index, 0);
     return draw.choose(options.temperature, random.word[0] | static_cast<uint64_t>(random.word[1]) << 32);
+}
+
+std::vector<Logprob> logprobs(const float* logits, int32_t vocabulary, int32_t id, int32_t best) {
+    Ranking ranking(logits, vocabulary);
+    const float largest = ranking[0].logit;
+    uint64_t total = 0;
+    for (int32_t other = 0; other < vocabulary; ++other) total += weight(logits[other], largest, 1.0f);
+    const float log_total = log_of_total(total);
+    std::vector<Logprob> found = {{id, (logits[id] - largest) - log_total}};
+    for (size_t rank = 0; rank < static_cast<size_t>(std::min(best, vocabulary)); ++rank)
+        found.push_back({ranking[rank].id, (ranking[rank].logit - largest) - log_total});
+    return found;
 }
 
 }  // namespace spark
