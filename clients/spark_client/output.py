@@ -36,20 +36,23 @@ class Usage:
 class Output:
     """The output of one request so far.
 
-    `request` is the daemon's id, `position` the number of requests before it when it was accepted. `text` and
-    `tokens` grow; `finish_reason` (stop, length, cancelled), `stop_string`, `usage`, `timings` and `seed` are None
-    until the end.
+    `request` is the daemon's id, `position` the number of requests before it when it was accepted. `text`, `tokens` and
+    (where log probabilities were asked for) `choices` grow. `finish_reason` (stop, length, cancelled), `stop_string`,
+    `usage`, `timings`, `seed` and `hit_rate` (share of the needed experts that were in fast memory) are None until the
+    end.
     """
 
     def __init__(self, accepted: m.Accepted) -> None:
         self.request = accepted.request
         self.position = accepted.position
         self.tokens: list[int] = []
+        self.choices: list[m.Choice] = []
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
         self.usage: Usage | None = None
         self.timings: m.Timings | None = None
         self.seed: int | None = None
+        self.hit_rate: float | None = None
         self._text: list[str] = []
         self._error: SparkClientError | None = None
 
@@ -71,6 +74,7 @@ class Output:
             self._error = RequestFailed(msg.code, msg.message, msg.retry)
         elif isinstance(msg, m.Chunk):
             self.tokens.extend(msg.tokens)
+            self.choices.extend(msg.choices or ())
             self._text.append(msg.text)
             return msg
         elif isinstance(msg, m.Finished):
@@ -79,6 +83,7 @@ class Output:
             self.usage = Usage(msg.prompt_tokens, msg.output_tokens)
             self.timings = msg.timings
             self.seed = msg.seed
+            self.hit_rate = msg.hit_rate
             return msg
         elif isinstance(msg, m.Progress):
             return msg

@@ -14,21 +14,33 @@ class Parameters(TypedDict, total=False):
 
     model: the name of the one that is served, or "" (the default) for whichever it is.
     temperature: 0 (the default) takes the best token each time.
-    top_k, top_p: sample from the k best, and from the best that sum up to p; 0 and 1 (the defaults) filter nothing.
-    seed: the same seed gives the same tokens; without one it is drawn (`Stream.seed` tells it).
+    top_k, top_p, min_p: sample from the k best, from the best that sum up to p, from those at least p times as likely
+        as the best; 0, 1 and 0 (the defaults) filter nothing.
+    repetition_penalty (1: none), presence_penalty, frequency_penalty (0: none): make what was there less likely.
+    logit_bias: added to the logits of these tokens.
+    seed: the same seed gives the same tokens; without one it is drawn (`Output.seed` tells it).
     stop: strings before which the output ends.
     max_tokens: output tokens at most (256).
     ignore_eos: go on after the model's end token.
+    logprobs: how many of the most likely tokens are named beside each chosen one (`Output.choices`); None: nothing is.
+    timeout_s: seconds after which the request fails, wherever it is then; None: the daemon's limit.
     """
 
     model: str
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
     stop: Sequence[str]
     max_tokens: int
     ignore_eos: bool
+    logprobs: int | None
+    timeout_s: float | None
 
 
 _SAMPLING = {field.name for field in dataclasses.fields(m.Sampling)}
@@ -63,5 +75,7 @@ def _fields(parameters: Parameters) -> dict[str, Any]:
         raise TypeError(f"unknown parameter {min(unknown)!r}; there are: {', '.join(Parameters.__annotations__)}")
     if "stop" in given:
         given["stop"] = list(given["stop"])
+    if "logit_bias" in given:
+        given["logit_bias"] = [m.Bias(token, bias) for token, bias in given["logit_bias"].items()]
     sampling = {name: given.pop(name) for name in _SAMPLING & given.keys()}
     return {**given, "sampling": m.Sampling(**sampling)}

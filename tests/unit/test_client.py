@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from spark_client import Client, ConnectionFailed, RequestFailed, SparkClientError
+from spark_client import Client, ConnectionFailed, Parameters, RequestFailed, SparkClientError
 from spark_client import messages as m
 from spark_client.address import find_socket
 
@@ -48,6 +49,22 @@ def test_text_tokens_and_figures_of_a_request_reach_the_app(fake_daemon: Start) 
     (ask,) = daemon.of(m.Generate)
     assert (ask.prompt, ask.tokens, ask.chat, ask.stop, ask.max_tokens) == ("Once", None, None, ["\n"], 9)
     assert ask.sampling == m.Sampling(0.5, 3, 0.9, 7)
+
+
+def test_every_field_of_a_request_can_be_given_by_its_name(fake_daemon: Start) -> None:
+    given: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(m.Sampling)}
+    given |= {"min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    given |= {"logit_bias": {5: -1.0}, "stop": (), "model": "", "max_tokens": 3, "ignore_eos": True}
+    given |= {"logprobs": 2, "timeout_s": 60.0}
+    assert given.keys() == Parameters.__annotations__.keys()
+    daemon = fake_daemon()
+    with Client(daemon.path) as client:
+        client.generate("x", **given).read()
+    (ask,) = daemon.of(m.Generate)
+    assert ask.sampling == m.Sampling(0.0, 0, 1.0, None, 0.1, 1.5, 0.5, 0.25, [m.Bias(5, -1.0)])
+    assert (ask.max_tokens, ask.ignore_eos, ask.logprobs, ask.timeout_s) == (3, True, 2, 60.0)
+    fields = {field.name for field in dataclasses.fields(m.Generate)} - {"tag", "credit", "sampling"}
+    assert fields - Parameters.__annotations__.keys() == {"prompt", "tokens", "chat", "tools", "options"}
 
 
 def test_a_chat_is_sent_with_its_tools_and_template_options(fake_daemon: Start) -> None:
