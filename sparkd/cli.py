@@ -67,7 +67,7 @@ def _serve(args: argparse.Namespace) -> int:
         _say(f"ready; ask it in another terminal: sparkctl generate{option} --chat 'Who are you?'; Ctrl-C stops it")
 
     _say(f"socket {socket}; loading is shown by: sparkctl status{option}")
-    return run(settings, run_dir, ready)
+    return run(settings, run_dir, ready, lambda: load(_files(args), flags=_flags(args)))
 
 
 def _say(line: str) -> None:

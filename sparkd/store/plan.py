@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.models import build_program
 from sparkd.residency.budget import GIB, Fit, Limit, Needs, Scope, tightest
-from sparkd.store.layout import PAGE, ArenaLayout
+from sparkd.store.layout import PAGE, VERSION, ArenaLayout
 from sparkd.store.limits import host_limits
 from sparkd.store.planned import Plan
 
@@ -73,6 +74,7 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         context=min(settings.limits.context, program.context),
         vocab=program.vocab,
         notes=[*model.notes, *program.notes],
+        arena=arena_name(model, layout),
         arena_bytes=layout.total_bytes,
         core_bytes=layout.core_bytes,
         records_bytes=layout.records_bytes,
@@ -82,6 +84,12 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         limit=fit.limit.name,
         limit_bytes=fit.limit.size,
     )
+
+
+def arena_name(model: ModelFile, layout: ArenaLayout) -> str:
+    """The same for the same files (headers and identities) in the same layout, and only for those."""
+    made_of = (VERSION, layout.total_bytes, model.fingerprint, [(str(s.path), s.identity) for s in model.shards])
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]
 
 
 def state_bytes(program: Program, settings: Settings) -> int:

@@ -10,6 +10,7 @@ class Plan:
     """The arena to make, what else is needed, and the limit that leaves least; sizes in bytes.
 
     `context` are the positions one request may have, `notes` what a reader of the log should know about the model.
+    `arena` names the arena's contents and layout: an arena of this name may be used as it is.
     """
 
     model: str
@@ -19,6 +20,7 @@ class Plan:
     context: int
     vocab: int
     notes: list[str]
+    arena: str
     arena_bytes: int
     core_bytes: int
     records_bytes: int

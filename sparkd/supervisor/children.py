@@ -1,12 +1,13 @@
 """The supervisor's children: started in order, restarted after a crash, stopped in reverse order.
 
-    down ──start──► starting ──Ready──► ready
-      ▲                │ exit              │ exit
-      │◄── backoff ────┴───────────────────┘
+    down ──start──► starting ──Ready──► ready ◄──heartbeats──► silent
+      ▲                │ exit              │ exit                │ exit
+      │◄── backoff ────┴───────────────────┴─────────────────────┘
       │
       └── too many crashes, or it said itself that it cannot go on ──► failed
 
-A child belongs to a process group of its own (Ctrl-C reaches the supervisor alone) and is killed by the kernel when the
+A child that shows no life, or gets no further, for too long (`pulse`) is killed, which is an exit like any other. A
+child belongs to a process group of its own (Ctrl-C reaches the supervisor alone) and is killed by the kernel when the
 supervisor ends, however it ends.
 """
 
@@ -19,19 +20,23 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sparkd.ipc.messages import Json
+from sparkd.ipc.messages import Heartbeat, Json
 from sparkd.ipc.sockets import RunDirectory
+from sparkd.supervisor.pulse import SILENT_S, Pulse
 
 #: Seconds before the first restart; each further crash doubles them.
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-#: This many crashes within this many seconds are a crash loop.
+#: This many crashes within this many seconds, and no request served meanwhile, are a crash loop.
 _LOOP_CRASHES = 6
 _LOOP_S = 60.0
 #: Seconds a child has to end in order.
 STOP_S = 5.0
+#: Seconds between two looks at the children that mean that the supervisor itself was stopped meanwhile.
+_OVERSLEPT_S = 1.0
 _MODULES = {
     "store": "sparkd.store.main",
     "worker": "sparkd.worker.main",
@@ -45,6 +50,7 @@ class Condition(enum.Enum):
     DOWN = "stopped"
     STARTING = "starting"
     READY = "ready"
+    SILENT = "silent"
     FAILED = "failed"
 
 
@@ -60,7 +66,9 @@ class ChildProcess:
     restarts: int = -1
     reason: str = ""
     last_words: str = ""
-    beat: float | None = None
+    #: Why the supervisor killed it.
+    verdict: str = ""
+    pulse: Pulse | None = None
     restart_at: float | None = None
     crashes: deque[float] = field(default_factory=lambda: deque(maxlen=_LOOP_CRASHES))
     #: The child's part of the status document, as it told it last.
@@ -80,15 +88,25 @@ class ChildProcess:
 class Children:
     """All children of one daemon."""
 
-    def __init__(self, run_dir: RunDirectory, settings: str, arena_fd: int, calibrate: bool) -> None:
+    def __init__(
+        self,
+        run_dir: RunDirectory,
+        settings: str,
+        arena_fd: int,
+        calibrate: bool,
+        record: Callable[[Sequence[tuple[str, int]]], None],
+    ) -> None:
+        """`settings` are those that new processes get; `record` notes role and process id of all that exist."""
+        self.settings = settings
         self._run_dir = run_dir
-        self._settings = settings
         self._arena_fd = arena_fd
+        self._record = record
         roles = [ChildProcess("store", True), ChildProcess("worker", True)]
         if calibrate:
             roles.append(ChildProcess("calibrator", False))
         self.by_role = {child.role: child for child in roles}
         self._stop_at: float | None = None
+        self._looked: float | None = None
 
     def __getitem__(self, role: str) -> ChildProcess:
         return self.by_role[role]
@@ -105,7 +123,7 @@ class Children:
     def start(self, child: ChildProcess, now: float) -> None:
         """Start a process for a role."""
         command = [sys.executable, "-P", "-m", _MODULES[child.role], "--run-dir", str(self._run_dir.path)]
-        command += ["--settings", self._settings, "--parent", str(os.getpid())]
+        command += ["--settings", self.settings, "--parent", str(os.getpid())]
         inherited: tuple[int, ...] = ()
         if child.needs_arena:
             command += ["--arena-fd", str(self._arena_fd)]
@@ -117,21 +135,22 @@ class Children:
         child.condition = Condition.STARTING
         child.restarts += 1
         child.restart_at = None
-        child.last_words = ""
-        child.beat = now
+        child.last_words = child.verdict = ""
+        child.pulse = Pulse.since(now)
+        self._record([(other.role, other.process.pid) for other in self.all() if other.process is not None])
 
     def reap(self, child: ChildProcess, now: float) -> None:
         """The process of `child` has ended: note why, and decide what comes next."""
         assert child.process is not None
         code = child.process.wait()
         os.close(child.pidfd)
-        child.process, child.pidfd = None, -1
+        child.process, child.pidfd, child.pulse = None, -1, None
         child.status = {}
         child.condition = Condition.DOWN
         if self._stop_at is not None:
             return
         child.crashes.append(now)
-        child.reason = child.last_words or f"the {child.role} {_ending(code)}"
+        child.reason = child.last_words or f"the {child.role} {child.verdict or _ending(code)}"
         in_loop = len(child.crashes) == _LOOP_CRASHES and now - child.crashes[0] < _LOOP_S
         if in_loop:
             child.reason += f", {_LOOP_CRASHES} times within {now - child.crashes[0]:.0f} s"
@@ -140,6 +159,38 @@ class Children:
         else:
             recent = sum(now - at < _LOOP_S for at in child.crashes)
             child.restart_at = now + min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (recent - 1))
+
+    def heartbeat(self, child: ChildProcess, beat: Heartbeat, now: float) -> bool:
+        """Note a sign of life; true when a child that was silent is back."""
+        if child.pulse is None:
+            return False
+        child.pulse.beat(beat.progress, beat.busy, now)
+        if child.condition is not Condition.SILENT:
+            return False
+        child.condition, child.reason = Condition.READY, ""
+        return True
+
+    def listen(self, now: float) -> Iterator[ChildProcess]:
+        """Kill what will not go on by itself; yields the children that have just become silent."""
+        asleep = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        for child in self.running:
+            assert child.pulse is not None
+            if asleep > _OVERSLEPT_S:
+                child.pulse.overslept(asleep, now)
+            verdict = child.pulse.lost(now)
+            if verdict and not child.verdict:
+                child.verdict = verdict
+                self._signal(child, signal.SIGKILL)
+            elif child.condition is Condition.READY and child.pulse.silent(now):
+                child.condition = Condition.SILENT
+                child.reason = f"the {child.role} has shown no life for {SILENT_S:g} s; it is replaced if that goes on"
+                yield child
+
+    def forgive(self) -> None:
+        """The daemon has proved that it works: what happened before is no crash loop."""
+        for child in self.all():
+            child.crashes.clear()
 
     def tick(self, now: float) -> None:
         """Start what is due; while stopping, go on to the next child or lose patience."""

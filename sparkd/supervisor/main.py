@@ -6,7 +6,8 @@ python -m sparkd.supervisor.main --settings JSON [--run-dir DIR]     (`sparkd se
 from __future__ import annotations
 
 import argparse
-import grp
+import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,30 +18,47 @@ import zmq
 
 from sparkd import log
 from sparkd.config import Settings
-from sparkd.errors import ConfigError, SparkError
-from sparkd.ipc.memory import Region
+from sparkd.errors import SparkError
 from sparkd.ipc.sockets import RunDirectory
-from sparkd.supervisor.planning import plan
+from sparkd.supervisor.arena import prepare
+from sparkd.supervisor.notify import Notifier, take_kept
+from sparkd.supervisor.reload import group_id
 from sparkd.supervisor.run_lock import RunLock
-from sparkd.supervisor.supervisor import ClientSocket, Supervisor
+from sparkd.supervisor.supervisor import Supervisor
+
+#: Exit code after a fault of its own: a service manager may try again, unlike after one that people must mend.
+_FAULT = 70
+_log = logging.getLogger(__name__)
 
 
-def run(settings: Settings, run_dir: RunDirectory, ready: Callable[[], None] | None = None) -> int:
+def run(
+    settings: Settings,
+    run_dir: RunDirectory,
+    ready: Callable[[], None] | None = None,
+    read: Callable[[], Settings] | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT; `ready` is called once when requests are answered. Returns the exit code.
 
-    SparkError when the daemon cannot start: the plan does not fit, another daemon is there, a child refuses.
+    `read` gives the settings as they are written now, for SIGHUP. SparkError when the daemon cannot start: the plan
+    does not fit, another daemon is there, a child refuses.
     """
     log.configure("sparkd", settings.log.level)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    client = ClientSocket(_client_path(settings, run_dir), _group(settings.socket.group))
-    with RunLock(run_dir, client.path, client.group):
-        planned = plan(settings)
-        with (
-            Region.create(planned.arena_bytes) as arena,
-            zmq.Context() as context,
-            closing(Supervisor(settings, run_dir, planned, arena, context, client)) as supervisor,
-        ):
-            supervisor.run(ready)
+    notify, kept = Notifier.take(os.environ), take_kept(os.environ)
+    try:
+        with RunLock(run_dir, _client_path(settings, run_dir), group_id(settings.socket.group)) as lock:
+            plan, region = prepare(settings, notify, kept)
+            with (
+                region as arena,
+                zmq.Context() as context,
+                closing(Supervisor(settings, plan, arena, context, lock, notify, read)) as supervisor,
+            ):
+                supervisor.run(ready)
+    except SparkError:
+        raise
+    except Exception:
+        _log.critical("the daemon ends by a fault of its own", exc_info=True)
+        return _FAULT
     return 0
 
 
@@ -60,15 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _client_path(settings: Settings, run_dir: RunDirectory) -> Path:
     return Path(settings.socket.path).expanduser().absolute() if settings.socket.path else run_dir.client
-
-
-def _group(name: str) -> int:
-    if not name:
-        return -1
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise ConfigError(f"no group {name!r} on this machine", where="socket.group") from None
 
 
 if __name__ == "__main__":

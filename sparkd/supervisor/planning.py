@@ -12,9 +12,12 @@ from sparkd.errors import SparkError
 from sparkd.store.planned import Plan
 
 
-def plan(settings: Settings) -> Plan:
-    """What the model of `settings` needs; the SparkError that speaks against it, as the child found it."""
-    command = [sys.executable, "-P", "-m", "sparkd.store.plan", "--settings", settings.to_json()]
+def plan(settings: Settings, held: int = 0) -> Plan:
+    """What the model of `settings` needs; the SparkError that speaks against it, as the child found it.
+
+    `held` bytes are in use already by an arena that may be kept.
+    """
+    command = [sys.executable, "-P", "-m", "sparkd.store.plan", "--settings", settings.to_json(), "--held", str(held)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     answer = json.loads(done.stdout) if done.returncode in (0, 1) and done.stdout else None
     if answer is None:

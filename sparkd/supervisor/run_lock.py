@@ -1,17 +1,33 @@
-"""Exclusive use of a run directory: one live daemon per directory, what a dead one left is reclaimed."""
+"""Exclusive use of a run directory: one live daemon per directory, what a dead one left is reclaimed.
+
+The file `lock` is locked as long as the daemon lives, and names its processes, each by id and start (`processes`):
+
+    4711 123456
+    4713 123460 store
+    4714 123461 worker
+
+The next daemon ends those that are still there: children die with their supervisor, but a process in the middle of a
+long system call may take a while, and must not touch an arena that the next daemon has taken over.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from sparkd.errors import ConfigError, UnavailableError
 from sparkd.ipc.sockets import RunDirectory
+from sparkd.supervisor.processes import Process
 
 _LOCK = "lock"
+_LONGEST = 4096
+_log = logging.getLogger(__name__)
 
 
 class RunLock:
@@ -21,15 +37,17 @@ class RunLock:
         """Make the directory if need be, lock it, remove stale sockets. `client` is where the client socket will lie.
 
         With a `group` (an id; -1: none) its members may pass through to the client socket. ConfigError when the
-        directory cannot be used, UnavailableError naming the process id when a live daemon uses it.
+        directory cannot be used, UnavailableError naming the process id when a live daemon uses it, or when a process
+        of a dead one cannot be ended.
         """
+        self.run_dir = run_dir
+        self.client = client
+        self.group = group
         self._sockets = (run_dir.control, run_dir.store, run_dir.calibrator, client)
         self._path = run_dir.path / _LOCK
         try:
             run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if group != -1:
-                os.chown(run_dir.path, -1, group)
-            run_dir.path.chmod(0o700 if group == -1 else 0o710)
+            self._open_to(group)
             self._fd = self._lock()
         except OSError as error:
             raise ConfigError(
@@ -37,9 +55,28 @@ class RunLock:
                 where=str(run_dir.path),
                 fix="choose another: --run-dir",
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        self._end_orphans()
+        self.record([])
         self._remove_sockets()
+
+    def record(self, children: Sequence[tuple[str, int]]) -> None:
+        """Note role and process id of all children that exist."""
+        lines = []
+        for role, pid in [("", os.getpid()), *children]:
+            process = Process.of(pid)
+            if process is not None:
+                lines.append(f"{pid} {process.started} {role}".rstrip() + "\n")
+        data = "".join(lines).encode()
+        os.pwrite(self._fd, data, 0)
+        os.ftruncate(self._fd, len(data))
+
+    def change_group(self, group: int) -> None:
+        """Let another group connect from now on. OSError when this process may not give files to it."""
+        own = os.getegid() if group == -1 else group
+        os.chown(self.client, -1, own)
+        self._open_to(own if group == -1 else group)
+        self.run_dir.path.chmod(0o700 if group == -1 else 0o710)
+        self.group = group
 
     def close(self) -> None:
         """Remove sockets and lock file, give up the lock."""
@@ -55,16 +92,21 @@ class RunLock:
     ) -> None:
         self.close()
 
+    def _open_to(self, group: int) -> None:
+        if group != -1:
+            os.chown(self.run_dir.path, -1, group)
+        self.run_dir.path.chmod(0o700 if group == -1 else 0o710)
+
     def _lock(self) -> int:
         while True:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                owner = os.pread(fd, _LONGEST, 0).decode(errors="replace").split()
                 os.close(fd)
                 raise UnavailableError(
-                    f"another daemon (process {pid or 'unknown'}) uses this run directory",
+                    f"another daemon (process {owner[0] if owner else 'unknown'}) uses this run directory",
                     where=str(self._path.parent),
                     fix="stop it, or choose another run directory: --run-dir",
                 ) from None
@@ -72,6 +114,23 @@ class RunLock:
             if self._path.exists() and os.fstat(fd).st_ino == self._path.stat().st_ino:
                 return fd
             os.close(fd)
+
+    def _end_orphans(self) -> None:
+        for line in os.pread(self._fd, _LONGEST, 0).decode(errors="replace").splitlines():
+            orphan = None
+            with contextlib.suppress(ValueError, IndexError):
+                pid, started, *role = line.split()
+                orphan = Process(int(pid), int(started))
+            if orphan is None or not orphan.alive:
+                continue
+            _log.warning("ending process %d, the %s of a daemon that is gone", orphan.pid, " ".join(role) or "rest")
+            if not orphan.end():
+                os.close(self._fd)
+                raise UnavailableError(
+                    f"process {orphan.pid} of a daemon that is gone does not end",
+                    where=str(self.run_dir.path),
+                    fix="end it, or choose another run directory: --run-dir",
+                )
 
     def _remove_sockets(self) -> None:
         for path in self._sockets:

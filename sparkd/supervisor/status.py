@@ -73,6 +73,7 @@ def document(
     children: Children,
     lock: MemoryLock | None,
     loading: tuple[int, int],
+    reload: dict[str, Json],
 ) -> dict[str, Json]:
     """The document; `loading` are bytes done and total, as the store told them last."""
     store = children["store"].status
@@ -98,6 +99,9 @@ def document(
             "records_bytes": plan.records_bytes,
             "locked_bytes": lock.locked if lock is not None else 0,
             "lock_note": lock.note if lock is not None else _unlocked(settings),
+            "huge_bytes": store.get("huge_bytes", 0),
+            "huge_kind": store.get("huge_kind", "none"),
+            "huge_note": store.get("huge_note", ""),
             "state_bytes": worker.get("state_bytes", plan.state_bytes),
             "state_used_bytes": worker.get("state_used_bytes", 0),
             "need_bytes": plan.need_bytes,
@@ -105,7 +109,12 @@ def document(
             "limit_bytes": plan.limit_bytes,
         },
         "processes": [_own_process(state), *_processes(children, now)],
-        "loading": {"done_bytes": loading[0], "total_bytes": loading[1], "read_bytes": store.get("bytes_read", 0)},
+        "loading": {
+            "done_bytes": loading[0],
+            "total_bytes": loading[1],
+            "read_bytes": store.get("bytes_read", 0),
+            "reading": store.get("reading", []),
+        },
         "residency": _residency(plan, store),
         "requests": {
             "running": door.running,
@@ -121,6 +130,7 @@ def document(
         "executor": worker.get("executor", {}),
         "calibration": {**calibrator, "dropped_steps": worker.get("dropped_steps", 0)} if calibrator else {},
         "settings": settings.model_dump(),
+        "reload": reload,
         "notes": plan.notes,
     }
 
@@ -152,7 +162,7 @@ def _processes(children: Children, now: float) -> list[dict[str, Json]]:
             "state": child.condition.value,
             "rss_bytes": 0 if child.pid is None else rss_bytes(child.pid),
             "restarts": max(0, child.restarts),
-            "heartbeat_s": None if child.beat is None else now - child.beat,
+            "heartbeat_s": None if child.pulse is None else now - child.pulse.heard,
             "reason": child.reason,
         }
         for child in children.all()

@@ -1,10 +1,13 @@
 """The supervisor at work: one loop over the client socket, the children's socket, child exits and signals.
 
-    starting ──first child says hello──► loading ──all ready──► ready ◄──► degraded
-        └──────────────┴──── signal, or a child that cannot begin ──┴─────────┴────► stopping ──► end
+    starting ──weights are read──► loading ──all serve, one token made──► ready ◄──► degraded
+        │                             │                                     └──signal──┤
+        │                             │                                                ▼
+        └─────────────────────────────┴── signal, or a child that cannot begin ──► stopping ──► end
 
-Everything that decides is elsewhere and without I/O (`FrontDoor`, `Children`, `Rounds`); here messages are carried
-between them. The loop never waits for a child.
+Asked to stop, it drains first: what runs may finish within `DRAIN_S`, unless it is asked again. Everything that decides
+is elsewhere and without I/O (`FrontDoor`, `Children`, `Rounds`, `change`); here messages are carried between them. The
+loop never waits for a child.
 """
 
 from __future__ import annotations
@@ -12,47 +15,48 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 
+from sparkd import log
 from sparkd.config import Settings
 from sparkd.errors import SparkError
 from sparkd.ipc import messages as m
 from sparkd.ipc.memory import Region
 from sparkd.ipc.messages import Message
-from sparkd.ipc.sockets import CLIENT_MODE, Malformed, PeerGone, PeerSlow, Router, RunDirectory
+from sparkd.ipc.sockets import CLIENT_MODE, Malformed, PeerGone, PeerSlow, Router
 from sparkd.store.planned import Plan
 from sparkd.supervisor import status
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.children import ChildProcess, Children, Condition
 from sparkd.supervisor.front_door import FrontDoor
+from sparkd.supervisor.journal import Entry
 from sparkd.supervisor.memlock import MemoryLock
 from sparkd.supervisor.notify import Notifier
+from sparkd.supervisor.reload import Reloader
+from sparkd.supervisor.run_lock import RunLock
+from sparkd.supervisor.signals import Signals
 
 #: Longest wait for something to happen, and messages taken from one socket before the others are looked at.
 _TICK_S = 0.25
 _BURST = 256
+#: Seconds that running requests may take to finish when the daemon is asked to stop.
+DRAIN_S = 30.0
+#: Seconds between two words to apps that wait: sending is how a lost connection shows.
+_PROBE_S = 1.0
+#: Seconds by which each step forward extends the time the service manager grants for the start.
+_STARTING_S = 120.0
+#: Number of the request that is made before the daemon counts as ready; those of apps begin at 1.
+_FIRST_TOKEN = 0
 #: Seconds in which the last messages of a child that ended still arrive.
 _LAST_WORDS_S = 0.05
-#: Messages that may wait for one app, or one child.
+#: Messages that may wait for one app, or one child, and messages of one app that wait to be read: those may be large.
 _HIGH_WATER = 16384
+_READ_AHEAD = 4
 _log = logging.getLogger("sparkd")
-
-
-@dataclass(frozen=True, slots=True)
-class ClientSocket:
-    """Where apps connect, and the id of the group that may (-1: the daemon's own)."""
-
-    path: Path
-    group: int
 
 
 class StartFailed(SparkError):
@@ -69,57 +73,66 @@ class Supervisor:
     def __init__(
         self,
         settings: Settings,
-        run_dir: RunDirectory,
         plan: Plan,
         arena: Region,
         context: zmq.Context[zmq.Socket[bytes]],
-        client: ClientSocket,
+        lock: RunLock,
+        notify: Notifier,
+        read: Callable[[], Settings] | None,
     ) -> None:
-        """Bind the sockets. ConfigError when that is not possible."""
+        """Bind the sockets; ConfigError when that is not possible. `read` gives the settings as they are written now."""
         self._settings = settings
         self._plan = plan
         self._arena = arena
-        self._notify = Notifier()
+        self._place = lock
+        self._notify = notify
+        self._reloader = Reloader(read)
         self._started = time.monotonic()
-        self._control = Router(context, run_dir.control, high_water=_HIGH_WATER)
-        self._client = Router(context, client.path, CLIENT_MODE, client.group, _HIGH_WATER, m.MAX_BYTES)
+        self._control = Router(context, lock.run_dir.control, high_water=_HIGH_WATER)
+        self._client = Router(
+            context, lock.client, CLIENT_MODE, lock.group, _HIGH_WATER, max_bytes=m.MAX_BYTES, read_ahead=_READ_AHEAD
+        )
         served = Served(plan.model, plan.context, plan.vocab)
         self._door = FrontDoor(settings.limits, served, os.getpid())
-        self._children = Children(run_dir, settings.to_json(), arena.fd, settings.calibration.enabled)
+        calibrate = settings.calibration.enabled
+        self._children = Children(lock.run_dir, settings.to_json(), arena.fd, calibrate, lock.record)
         self._rounds = status.Rounds()
         self._lock: MemoryLock | None = None
         self._locking = False
         self._loading = (0, 0)
+        self._token_made = False
         self._was_ready = False
+        self._finished = 0
+        self._probed = self._started
         self._failure: StartFailed | None = None
-        self._asked_to_stop = ""
+        self._drain_until: float | None = None
         self._stopping = False
-        self._signals, self._signalled = socket.socketpair()
+        self._signals = Signals()
 
     # ---- the loop ----
 
     def run(self, ready: Callable[[], None] | None) -> None:
         """Serve until a signal says stop; `ready` is called once when all serve. StartFailed: a child cannot begin."""
-        with self._signal_handlers():
+        with self._signals:
             for child in self._children.all():
                 self._children.start(child, time.monotonic())
             while not self._stopping or self._children.running:
                 self._wait()
                 now = time.monotonic()
-                if self._asked_to_stop and not self._stopping:
-                    _log.info("stopping: %s", self._asked_to_stop)
-                    self._stop("the daemon is being stopped", now)
+                self._heed_signals(now)
                 self._hear_children(now)
                 self._hear_apps(now)
                 self._reap(now)
+                self._listen(now)
                 self._children.tick(now)
                 self._door.tick(now)
                 self._lock_more()
+                self._probe_apps(now)
                 self._answer_status(now)
                 self._deliver(now)
-                if not self._was_ready and self._state() == "ready":
-                    self._became_ready(ready)
+                self._judge(ready)
                 self._notify.status(self._line())
+                self._notify.alive(now)
         if self._failure is not None:
             raise self._failure
 
@@ -129,35 +142,30 @@ class Supervisor:
         self._control.close()
         self._client.close()
         self._signals.close()
-        self._signalled.close()
 
     def _wait(self) -> None:
         poller = zmq.Poller()
-        for source in (self._control.socket, self._client.socket, self._signalled):
+        for source in (self._control.socket, self._client.socket, self._signals.socket):
             poller.register(source, zmq.POLLIN)
         for child in self._children.running:
             poller.register(child.pidfd, zmq.POLLIN)
         poller.poll(0 if self._locking else int(_TICK_S * 1000))
-        with contextlib.suppress(BlockingIOError):
-            self._signalled.recv(4096)
+        self._signals.clear()
 
-    @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        """SIGTERM, SIGINT and SIGHUP stop the daemon; each wakes the loop."""
-        for end in (self._signals, self._signalled):
-            end.setblocking(False)
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = [signal.signal(number, self._on_signal) for number in numbers]
-        waker = signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(waker)
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_stop = signal.Signals(number).name
+    def _heed_signals(self, now: float) -> None:
+        if self._signals.reload:
+            self._signals.reload = False
+            self._reload()
+        asked = self._signals.stops
+        if not asked or self._stopping:
+            return
+        if self._drain_until is None:
+            _log.info("stopping: %s; %d requests may finish within %.0f s", asked[0], self._door.running, DRAIN_S)
+            self._drain_until = now + DRAIN_S
+            self._notify.stopping()
+            self._door.drain("the daemon is being stopped", now)
+        if self._door.idle or len(asked) > 1 or now >= self._drain_until:
+            self._stop("the daemon is being stopped", now)
 
     def _stop(self, reason: str, now: float) -> None:
         self._stopping = True
@@ -165,6 +173,20 @@ class Supervisor:
         self._door.close(reason, now)
         self._deliver(now)
         self._children.stop(now)
+
+    def _reload(self) -> None:
+        self._notify.reloading()
+        settings = self._reloader.reload(self._settings, self._place)
+        if settings != self._settings:
+            self._settings = settings
+            log.set_level(settings.log.level)
+            self._door.set_limits(settings.limits)
+            self._children.settings = settings.to_json()
+            for child in self._children.running:
+                if child.condition is not Condition.STARTING:
+                    self._tell(child, m.Reconfigure(self._children.settings))
+        if self._was_ready:
+            self._notify.ready()
 
     # ---- children ----
 
@@ -188,11 +210,14 @@ class Supervisor:
             case m.ChildHello():
                 pass
             case m.Heartbeat():
-                child.beat = now
+                if self._children.heartbeat(child, msg, now):
+                    self._back(child, now)
             case m.ChildProgress():
                 self._progress(msg)
             case m.Ready():
                 self._child_ready(child, msg, now)
+            case m.Admitted() | m.Produced() | m.Done() | m.Refused() if msg.request == _FIRST_TOKEN:
+                self._first_token(child, msg, now)
             case m.ChildFailed():
                 child.last_words = msg.message
                 if not self._was_ready:
@@ -206,20 +231,60 @@ class Supervisor:
     def _progress(self, msg: m.ChildProgress) -> None:
         before = self._loading
         self._loading = (msg.done, msg.total)
+        if msg.done > before[0] and not self._was_ready:
+            self._notify.starting(_STARTING_S)
         tenth = msg.total // 10 or 1
         if msg.done // tenth > before[0] // tenth:
             _log.info("loading: %.0f %% of %d bytes", 100 * msg.done / msg.total, msg.total)
 
     def _child_ready(self, child: ChildProcess, msg: m.Ready, now: float) -> None:
-        child.condition = Condition.READY
-        child.reason = ""
         child.status = msg.detail
         _log.info("%s is ready (process %d)", child.role, child.pid)
+        if not self._was_ready:
+            self._notify.starting(_STARTING_S)
         if child.role == "store" and self._settings.memory.lock == "auto" and self._lock is None:
             self._lock = MemoryLock(self._arena)
             self._locking = True
+        self._tell(child, m.Reconfigure(self._children.settings))
+        if child.role == "worker" and not self._token_made:
+            ask = m.Generate(tag=_FIRST_TOKEN, tokens=[0], max_tokens=1, ignore_eos=True)
+            self._tell(child, Entry(ask).run(_FIRST_TOKEN))
+        else:
+            self._serves(child, now)
+
+    def _first_token(self, child: ChildProcess, msg: Message, now: float) -> None:
+        """The daemon is not ready before the worker has computed one."""
+        if isinstance(msg, m.Refused):
+            self._failure = StartFailed(msg.code, f"the first token cannot be computed: {msg.message}")
+            self._stop(str(self._failure), now)
+        elif isinstance(msg, m.Done):
+            self._token_made = True
+            self._serves(child, now)
+
+    def _serves(self, child: ChildProcess, now: float) -> None:
+        child.condition = Condition.READY
+        child.reason = ""
         if child.role == "worker" and not self._stopping:
             self._door.worker_ready(now)
+
+    def _listen(self, now: float) -> None:
+        """Find children that show no life, or get no further."""
+        if self._stopping:
+            return
+        for child in self._children.listen(now):
+            _log.warning("%s", child.reason)
+            if child.role == "worker":
+                self._door.worker_silent(child.reason)
+
+    def _back(self, child: ChildProcess, now: float) -> None:
+        _log.info("%s shows life again", child.role)
+        if child.role == "worker":
+            self._door.worker_back(now)
+
+    def _tell(self, child: ChildProcess, msg: Message) -> None:
+        """Send what a child may miss: one that cannot be reached is about to be replaced."""
+        with contextlib.suppress(PeerGone, PeerSlow):
+            self._control.send(child.address, msg)
 
     def _reap(self, now: float) -> None:
         for child in self._children.running:
@@ -281,6 +346,12 @@ class Supervisor:
                 return
             self._door.to_worker.popleft()
 
+    def _probe_apps(self, now: float) -> None:
+        """Send a word to apps with open requests: to one that is gone that fails, long before its lease lapses."""
+        if now - self._probed >= _PROBE_S:
+            self._probed = now
+            self._door.to_clients.extend((peer, m.Pong(0)) for peer in self._door.waiting_peers)
+
     def _answer_status(self, now: float) -> None:
         while self._door.status_asked:
             reached = [child for child in self._children.running if child.condition is Condition.READY]
@@ -288,8 +359,7 @@ class Supervisor:
             if job is None:
                 continue
             for child in reached:
-                with contextlib.suppress(PeerGone, PeerSlow):
-                    self._control.send(child.address, m.StatusQuery(job))
+                self._tell(child, m.StatusQuery(job))
         finished = self._rounds.finished(now)
         if finished:
             made = self._document(now)
@@ -300,7 +370,7 @@ class Supervisor:
 
     def _state(self) -> str:
         children = self._children.all()
-        if self._stopping:
+        if self._stopping or self._drain_until is not None:
             return "stopping"
         if all(child.condition is Condition.READY for child in children):
             return "ready"
@@ -309,7 +379,10 @@ class Supervisor:
         return "loading" if self._loading[1] else "starting"
 
     def _reason(self) -> str:
-        return "; ".join(child.reason for child in self._children.all() if child.reason)
+        reasons = [child.reason for child in self._children.all() if child.reason]
+        if self._drain_until is not None:
+            reasons.insert(0, f"{self._door.running + self._door.queued} requests may finish before the end")
+        return "; ".join(reasons)
 
     def _line(self) -> str:
         state, reason = self._state(), self._reason()
@@ -329,14 +402,22 @@ class Supervisor:
             self._children,
             self._lock,
             self._loading,
+            self._reloader.outcome,
         )
 
-    def _became_ready(self, ready: Callable[[], None] | None) -> None:
-        self._was_ready = True
-        _log.info("%s is served", self._plan.model)
-        self._notify.ready()
-        if ready is not None:
-            ready()
+    def _judge(self, ready: Callable[[], None] | None) -> None:
+        """Note what being ready proves."""
+        if self._state() != "ready":
+            return
+        if not self._was_ready:
+            self._was_ready = True
+            _log.info("%s is served", self._plan.model)
+            self._notify.ready()
+            if ready is not None:
+                ready()
+        if self._door.totals.finished > self._finished:
+            self._finished = self._door.totals.finished
+            self._children.forgive()
 
     def _lock_more(self) -> None:
         if self._locking and self._lock is not None:

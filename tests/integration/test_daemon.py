@@ -244,11 +244,13 @@ def test_the_largest_messages_an_app_may_send_hurt_nobody(laguna: Daemon) -> Non
     assert laguna.pids() == pids
 
 
-def test_stopping_ends_requests_with_the_reason_and_leaves_nothing_behind(laguna: Daemon) -> None:
+def test_stopping_at_once_ends_requests_with_the_reason_and_leaves_nothing_behind(laguna: Daemon) -> None:
     pids = laguna.pids()
     with laguna.client() as client:
         stream = client.generate(tokens=[1], max_tokens=4000, ignore_eos=True)
         next(iter(stream.events()))
+        laguna.process.terminate()
+        until(lambda: client.status()["state"] == "stopping")
         assert laguna.stop() == 0
         with pytest.raises(RequestFailed, match="being stopped"):
             stream.read()

@@ -41,14 +41,14 @@ def test_a_run_directory_is_private_and_has_one_owner(tmp_path: Path) -> None:
 def test_what_a_dead_daemon_left_is_reclaimed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    (path / "lock").write_text("4194304\n")
+    (path / "lock").write_text("4194304 1\n4194305 2 worker\nnonsense\n")
     for name in ("client.sock", "control.sock", "store.sock"):
         with socket.socket(socket.AF_UNIX) as stale:
             stale.bind(str(path / name))
     (path / "notes.txt").write_text("somebody's own file")
     with lock(path):
         assert {p.name for p in path.iterdir()} == {"lock", "notes.txt"}
-        assert (path / "lock").read_text() == f"{os.getpid()}\n"
+        assert (path / "lock").read_text().split()[0] == str(os.getpid())
 
 
 def test_a_place_that_cannot_be_a_run_directory_is_named(tmp_path: Path) -> None:
