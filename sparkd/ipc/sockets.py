@@ -107,9 +107,15 @@ class Router:
         group: int = -1,
         high_water: int = HIGH_WATER,
         max_bytes: int = messages.INTERNAL_MAX_BYTES,
+        read_ahead: int | None = None,
     ) -> None:
-        """Bind at `path` with file mode `mode`, owned by group id `group` (-1: as it comes)."""
+        """Bind at `path` with file mode `mode`, owned by group id `group` (-1: as it comes).
+
+        `read_ahead`: messages of one peer that may wait on this side until they are received; None: `high_water`.
+        """
         self.socket = _socket(context, zmq.ROUTER, high_water, max_bytes)
+        if read_ahead is not None:
+            self.socket.setsockopt(zmq.RCVHWM, read_ahead)
         self._max_bytes = max_bytes
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         _bind(self.socket, path, mode, group)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparkd.config import LimitSettings
 from sparkd.errors import RequestError, UnsupportedError
 from sparkd.ipc.messages import Generate
-from sparkd.worker.limits import check_length, check_tokens
+from sparkd.text.stop import check_stops
+from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model that is served: its name, the positions a request may have, and the size of its vocabulary."""
+    """The model that is served: its name, the positions a request may have, the size of its vocabulary.
+
+    `longest_token`: bytes of text that one token stands for at most; 0: not known.
+    """
 
     model: str
     context: int
     vocab: int
+    longest_token: int = 0
 
 
-def check(ask: Generate, served: Served) -> None:
+def check(ask: Generate, served: Served, limits: LimitSettings) -> None:
     """Raise RequestError or UnsupportedError for a request that cannot be served, naming what is wrong with it."""
     if ask.model not in ("", served.model):
         what = f"model {ask.model!r} is not served here"
@@ -34,6 +40,29 @@ def check(ask: Generate, served: Served) -> None:
         raise RequestError(f"max_tokens is {ask.max_tokens}", fix="ask for one token at least")
     if ask.credit < 0:
         raise RequestError(f"credit is {ask.credit}", fix="grant none (0) or some")
+    if ask.timeout_s is not None and not 0 < ask.timeout_s <= limits.timeout_s:
+        what = f"timeout_s is {ask.timeout_s:g}"
+        raise RequestError(what, fix=f"give more than 0 and at most limits.timeout_s = {limits.timeout_s:g}")
+    check_sampling(ask.sampling, served.vocab)
+    check_logprobs(ask.logprobs)
+    check_stops(ask.stop)
     if ask.tokens is not None:
         check_tokens(ask.tokens, served.vocab)
-    check_length(len(ask.tokens) if ask.tokens is not None else 1, ask.max_tokens, served.context)
+        check_length(len(ask.tokens), ask.max_tokens, served.context)
+    else:
+        check_length(1, ask.max_tokens, served.context)
+    if ask.prompt is not None:
+        _check_text(ask.prompt, ask.max_tokens, served)
+
+
+def _check_text(prompt: str, max_tokens: int, served: Served) -> None:
+    """Refuse a text that has too many tokens however it is cut into them; the worker counts the others."""
+    if not served.longest_token:
+        return
+    least = -(-len(prompt.encode(errors="surrogatepass")) // served.longest_token)
+    if least + max_tokens > served.context:
+        raise RequestError(
+            f"the prompt has at least {least} tokens and max_tokens is {max_tokens}, a request may have"
+            f" {served.context} positions",
+            fix="shorten the prompt, ask for fewer tokens, or raise limits.context",
+        )

@@ -10,81 +10,38 @@ A request:
       └── cancel ... ──►   aborting ──Done──►       over
 
 The worker is given as many requests as it runs at once (`seats`); all others wait here. Those that a worker left behind
-are resumed before new ones, in the order that `probation` allows. Output is sent against the
-app's credit alone; without credit it gathers in one chunk, which the request's length bounds. An app that has
-output waiting for longer than `STALL_S` loses the request, one that is silent for `LEASE_S` loses all of its requests.
+are resumed before new ones, in the order that `probation` allows; of the new ones, apps take turns (`FairQueue`), and
+each connection that waits for nothing keeps a place in a queue that fills up. What open requests hold in memory is
+bounded by `HELD_BYTES`, half of it for one app. Output is sent against the app's credit alone; without credit it
+gathers in one chunk, which the request's length bounds. An app that has output waiting for longer than `STALL_S` loses
+the request, one that is silent for `LEASE_S` loses all of its requests.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sparkd import __version__
 from sparkd.config import LimitSettings
-from sparkd.errors import SparkError, UnavailableError
+from sparkd.errors import RequestError, SparkError, UnavailableError
 from sparkd.ipc import messages as m
 from sparkd.ipc.messages import Message
 from sparkd.supervisor import probation
 from sparkd.supervisor.admission import Served, check
+from sparkd.supervisor.fair_queue import FairQueue
 from sparkd.supervisor.journal import Entry
+from sparkd.supervisor.requests import MAX_CREDIT, PROGRESS_S, Client, Request, Stage
 
 #: Seconds of silence after which an app counts as gone; apps ping about every quarter of it.
 LEASE_S = 20.0
 #: Seconds that output may wait for an app's credit.
 STALL_S = 60.0
 MAX_CLIENTS = 256
-#: Credit one stream may hold, and questions of all apps that wait for an answer.
-MAX_CREDIT = 1024
+#: Questions of all apps that wait for an answer.
 MAX_QUESTIONS = 256
-#: Ended requests whose late Cancel is no mistake of the app.
-_REMEMBERED = 256
-
-
-class Stage(enum.Enum):
-    """Where a request is; the module's diagram shows how it moves."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    ABORTING = "aborting"
-    DRAINING = "draining"
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """A connection that has said hello."""
-
-    peer: bytes
-    name: str
-    seen: float
-    requests: set[int] = field(default_factory=set)
-    ended: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request and the output that waits for credit."""
-
-    number: int
-    client: Client
-    entry: Entry
-    credit: int
-    arrived: float
-    started: float | None = None
-    first_token: float | None = None
-    stage: Stage = Stage.QUEUED
-    tokens: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    delivered: int = 0
-    stalled: float | None = None
-    end: Message | None = None
-
-    def timings(self, now: float) -> m.Timings:
-        """Seconds in each stage, for a request that ends now."""
-        started = now if self.started is None else self.started
-        first = now if self.first_token is None else self.first_token
-        return m.Timings(started - self.arrived, first - started, now - first)
+#: Memory of all open requests together: texts that wait to be tokenized, ids.
+HELD_BYTES = 128 << 20
 
 
 @dataclass(slots=True)
@@ -107,11 +64,12 @@ class FrontDoor:
         self._pid = pid
         self._clients: dict[bytes, Client] = {}
         self._requests: dict[int, Request] = {}
-        self._queue: deque[Request] = deque()
+        self._queue: FairQueue[Request] = FairQueue()
         #: Requests that a lost worker ran; they wait before the queue.
         self._left: deque[Request] = deque()
         self._questions: dict[int, tuple[bytes, int]] = {}
         self._last = 0
+        self._told = 0.0
         self._worker = False
         #: Why no request is taken on now, and why none ever will be.
         self._refusal: str | None = None
@@ -201,10 +159,13 @@ class FrontDoor:
             if request.stalled is not None and now - request.stalled > STALL_S:
                 reason = f"the app took no output for {STALL_S:.0f} s"
                 self._abandon(request, self._failed(request, "slow", reason), now)
-            elif request.stage in (Stage.QUEUED, Stage.RUNNING) and now - request.arrived > self._limits.timeout_s:
-                reason = f"not finished within limits.timeout_s = {self._limits.timeout_s:g} s"
-                self._abandon(request, self._failed(request, "timeout", reason), now)
+            elif request.stage in (Stage.QUEUED, Stage.RUNNING):
+                seconds, limit = request.timeout(self._limits.timeout_s)
+                if now - request.arrived > seconds:
+                    reason = f"not finished within {limit} = {seconds:g} s; {request.doing()}"
+                    self._abandon(request, self._failed(request, "timeout", reason), now)
         self._fill_seats(now)
+        self._tell_positions(now)
 
     # ---- the worker ----
 
@@ -273,11 +234,11 @@ class FrontDoor:
             case m.Admitted():
                 request.entry.admitted(msg)
             case m.Prefilled() if request.stage is Stage.RUNNING:
-                self._send(request.client.peer, m.Progress(request.number, "prefill", msg.done, msg.total))
+                self._report(request, request.progress("prefill", now, msg.done, msg.total))
             case m.Produced() if request.stage is Stage.RUNNING:
                 self._produced(request, msg, now)
             case m.Done():
-                self._done(request, msg, now)
+                self._conclude(request, request.finished(msg, now), now)
             case m.Refused():
                 self._conclude(request, self._failed(request, msg.code, msg.message), now)
         self._fill_seats(now)
@@ -297,30 +258,49 @@ class FrontDoor:
         self._send(peer, m.Welcome(m.VERSION, f"sparkd {__version__}", self._pid, self._served.model, LEASE_S))
 
     def _generate(self, client: Client, ask: m.Generate, now: float) -> None:
+        entry = Entry(ask)
         try:
-            self._check_open()
-            check(ask, self._served)
+            self._check_open(client)
+            check(ask, self._served, self._limits)
+            self._check_memory(client, entry)
         except SparkError as error:
             retry = isinstance(error, UnavailableError)
             return self._send(client.peer, m.Failed(ask.tag, None, error.code, str(error), retry))
         self._last += 1
-        request = Request(self._last, client, Entry(ask), min(ask.credit, MAX_CREDIT), now)
+        request = Request(self._last, client, entry, min(ask.credit, MAX_CREDIT), now)
         self._requests[request.number] = request
         client.requests.add(request.number)
         self.totals.accepted += 1
-        self._send(client.peer, m.Accepted(ask.tag, request.number, len(self._queue)))
-        self._queue.append(request)
+        self._queue.push(client.peer, request)
+        request.position = [*self._left, *self._queue].index(request)
+        self._send(client.peer, m.Accepted(ask.tag, request.number, request.position))
         self._fill_seats(now)
 
-    def _check_open(self) -> None:
-        """UnavailableError unless one more request may come in."""
+    def _check_open(self, client: Client) -> None:
+        """UnavailableError unless one more request of this app may come in."""
         refusal = self._closed or self._refusal
         if refusal is not None:
             raise UnavailableError(refusal, fix="try again later")
         free = max(0, self._limits.sequences - self.running) if self._worker else 0
-        if len(self._queue) >= self._limits.queue + free:
+        queue, wait = self._limits.queue, len(self._queue)
+        idle = len(self._clients) - self._queue.owners
+        kept = min(idle, queue // 2) if self._queue.waiting(client.peer) else 0
+        if wait + kept >= queue + free:
+            others = f", {kept} of it kept for other apps" if kept else ""
+            what = f"{self.running} requests run and {wait} wait, limits.queue is {queue}{others}"
+            raise UnavailableError(what, fix="try again later")
+
+    def _check_memory(self, client: Client, entry: Entry) -> None:
+        """RequestError for a request that alone takes too much, UnavailableError for one that does beside others."""
+        need, most = entry.held_bytes, HELD_BYTES // 2
+        if need > most:
+            raise RequestError(f"the request takes {need} bytes of memory, one may take {most}", fix="make it smaller")
+        held = sum(request.entry.held_bytes for request in self._requests.values())
+        mine = sum(self._requests[number].entry.held_bytes for number in client.requests)
+        if mine + need > most or held + need > HELD_BYTES:
             raise UnavailableError(
-                f"{self.running} requests run and {len(self._queue)} wait, limits.queue is {self._limits.queue}",
+                f"the request takes {need} bytes of memory, this app's open requests hold {mine} of {most},"
+                f" those of all apps {held} of {HELD_BYTES}",
                 fix="try again later",
             )
 
@@ -330,7 +310,7 @@ class FrontDoor:
         request = self._requests[msg.request]
         if msg.chunks < 1:
             return self._send(client.peer, m.Failed(None, None, "protocol", f"credit of {msg.chunks} chunks"))
-        request.credit = min(request.credit + msg.chunks, MAX_CREDIT)
+        request.grant(msg.chunks)
         self._deliver(request, now)
 
     def _cancel(self, client: Client, msg: m.Cancel, now: float) -> None:
@@ -340,10 +320,7 @@ class FrontDoor:
                 self._send(client.peer, m.Failed(None, msg.request, "request", what))
             return
         request = self._requests[msg.request]
-        prompt = len(request.entry.prompt or request.entry.ask.tokens or ())
-        seed = request.entry.seed or 0
-        end = m.Finished(request.number, "cancelled", None, prompt, request.delivered, seed, request.timings(now))
-        self._abandon(request, end, now)
+        self._abandon(request, request.cancelled(now), now)
         self._fill_seats(now)
 
     def _tokenize(self, client: Client, msg: m.Tokenize) -> None:
@@ -376,34 +353,35 @@ class FrontDoor:
 
     def _fill_seats(self, now: float) -> None:
         while self._worker and self._refusal is None:
-            waiting, running = self._left or self._queue, self._at_worker()
-            if not waiting or len(running) >= self._limits.sequences:
+            request, running = self._left[0] if self._left else self._queue.first(), self._at_worker()
+            if request is None or len(running) >= self._limits.sequences:
                 return
-            if not probation.may_start(waiting[0].entry, [request.entry for request in running]):
+            if not probation.may_start(request.entry, [other.entry for other in running]):
                 return
-            request = waiting.popleft()
-            request.stage = Stage.RUNNING
-            request.started = now if request.started is None else request.started
-            self.to_worker.append(request.entry.run(request.number))
+            if self._left:
+                self._left.popleft()
+            else:
+                self._queue.pop()
+            self.to_worker.append(request.start(now))
+
+    def _tell_positions(self, now: float) -> None:
+        """Let those that wait know when others went before them or came between."""
+        if now - self._told < PROGRESS_S:
+            return
+        self._told = now
+        for position, request in enumerate([*self._left, *self._queue]):
+            if position != request.position:
+                self._report(request, request.progress("queued", now, position=position))
+
+    def _report(self, request: Request, progress: m.Progress | None) -> None:
+        if progress is not None:
+            self._send(request.client.peer, progress)
 
     def _produced(self, request: Request, msg: m.Produced, now: float) -> None:
-        if msg.index != len(request.entry.produced):
-            raise RuntimeError(
-                f"request {request.number}: output {msg.index} came where {len(request.entry.produced)} was due"
-            )
-        request.entry.produced.append(msg.token)
+        request.produced(msg, now)
         probation.produced(request.entry)
-        request.first_token = now if request.first_token is None else request.first_token
         self.totals.output_tokens += 1
-        request.tokens.append(msg.token)
-        request.text.append(msg.text)
         self._deliver(request, now)
-
-    def _done(self, request: Request, msg: m.Done, now: float) -> None:
-        request.text.append(msg.text)
-        timings = request.timings(now)
-        end = m.Finished(request.number, msg.reason, msg.stop, msg.prompt_tokens, msg.output_tokens, msg.seed, timings)
-        self._conclude(request, end, now)
 
     def _conclude(self, request: Request, end: Message, now: float) -> None:
         """The worker is done with a request; `end` follows what is still to be delivered."""
@@ -412,20 +390,9 @@ class FrontDoor:
         self._deliver(request, now)
 
     def _deliver(self, request: Request, now: float) -> None:
-        """Send what credit allows, and the end once nothing waits."""
-        text = "".join(request.text)
-        if (request.tokens or text) and request.credit > 0:
-            chunk = m.Chunk(request.number, request.delivered, request.tokens, text)
-            request.delivered += len(request.tokens)
-            request.credit -= 1
-            request.tokens, request.text, text = [], [], ""
-            self._send(request.client.peer, chunk)
-        if request.tokens or text:
-            request.stalled = request.stalled if request.stalled is not None else now
-        else:
-            request.stalled = None
-            if request.end is not None:
-                self._send(request.client.peer, request.end)
+        for msg in request.deliver(now):
+            self._send(request.client.peer, msg)
+            if msg is request.end:
                 self._over(request)
 
     def _abandon(self, request: Request, end: Message | None, now: float) -> None:
@@ -434,7 +401,10 @@ class FrontDoor:
             self._send(request.client.peer, end)
         request.end = end
         if request.stage is Stage.QUEUED:
-            (self._left if request in self._left else self._queue).remove(request)
+            if request in self._left:
+                self._left.remove(request)
+            else:
+                self._queue.remove(request.client.peer, request)
         if request.stage is Stage.RUNNING:
             self.to_worker.append(m.Abort(request.number))
             request.stage = Stage.ABORTING

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
+from array import array
 from dataclasses import dataclass, field
 
-from sparkd.ipc.messages import Admitted, Generate, Run
+from sparkd.ipc.messages import Admitted, Generate, Json, Run
 
 
 class Standing(enum.IntEnum):
@@ -30,17 +32,36 @@ class Entry:
     """
 
     ask: Generate
-    prompt: list[int] | None = None
+    prompt: array[int] | None = None
     seed: int | None = None
-    produced: list[int] = field(default_factory=list)
+    produced: array[int] = field(default_factory=lambda: array("i"))
     crashes: int = 0
     standing: Standing = Standing.CLEAR
     proof_at: int = 0
+    #: Bytes of memory that what the app sent takes, about; 0 once ids have taken its place.
+    asked_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        ask = self.ask
+        content = (ask.prompt, ask.chat, ask.tools, ask.options, ask.stop)
+        self.asked_bytes = 40 * len(ask.tokens or ()) + sum(map(_held_bytes, content))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory the request takes, about: what was asked, or the ids it has come to and may come to."""
+        return self.asked_bytes + 4 * ((0 if self.prompt is None else len(self.prompt)) + self.ask.max_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as far as they are known."""
+        return len(self.prompt if self.prompt is not None else self.ask.tokens or ())
 
     def admitted(self, msg: Admitted) -> None:
         """Note the prompt's ids and the seed; they stay the same when a request is admitted again."""
-        self.prompt = msg.tokens
+        self.prompt = array("i", msg.tokens)
         self.seed = msg.seed
+        self.ask = dataclasses.replace(self.ask, prompt=None, tokens=None, chat=None, tools=None, options={})
+        self.asked_bytes = 0
 
     def run(self, request: int) -> Run:
         """The worker's order, from the start or from where the last worker got to."""
@@ -48,15 +69,24 @@ class Entry:
         fresh = self.prompt is None
         return Run(
             request=request,
-            prompt=ask.prompt if fresh else None,
-            tokens=ask.tokens if fresh else self.prompt,
-            chat=ask.chat if fresh else None,
-            tools=ask.tools if fresh else None,
-            options=ask.options if fresh else {},
+            prompt=ask.prompt,
+            tokens=ask.tokens if self.prompt is None else self.prompt.tolist(),
+            chat=ask.chat,
+            tools=ask.tools,
+            options=ask.options,
             sampling=ask.sampling if fresh else dataclasses.replace(ask.sampling, seed=self.seed),
             stop=ask.stop,
             max_tokens=ask.max_tokens,
             ignore_eos=ask.ignore_eos,
-            produced=list(self.produced),
+            produced=self.produced.tolist(),
             logprobs=ask.logprobs,
         )
+
+
+def _held_bytes(value: Json) -> int:
+    """Bytes of memory of free-form content; rather too much, since some values are shared."""
+    if isinstance(value, dict):
+        return sys.getsizeof(value) + sum(_held_bytes(key) + _held_bytes(item) for key, item in value.items())
+    if isinstance(value, list):
+        return sys.getsizeof(value) + sum(map(_held_bytes, value))
+    return sys.getsizeof(value)

@@ -1,86 +1,22 @@
-"""The apps' side of the supervisor: who waits, who runs, what is refused, and that no token is ever dropped."""
+"""The apps' side of the supervisor: who waits, who runs, how it ends, and that no token is ever dropped."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from front_door_house import LIMITS, NO_TIME, House
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sparkd.config import LimitSettings
 from sparkd.ipc import messages as m
-from sparkd.supervisor.admission import Served
-from sparkd.supervisor.front_door import LEASE_S, STALL_S, FrontDoor
+from sparkd.supervisor.front_door import LEASE_S, STALL_S
 from sparkd.supervisor.journal import Standing
 from sparkd.supervisor.probation import MAX_CRASHES, PROOF_TOKENS
-
-LIMITS = LimitSettings(context=100, sequences=2, queue=3, timeout_s=1000.0)
-SERVED = Served("tiny", 100, 50)
-NO_TIME = m.Timings(0.0, 0.0, 0.0)
-
-
-class House:
-    """A front door, a clock, and what came out of it."""
-
-    def __init__(self, limits: LimitSettings = LIMITS, ready: bool = True) -> None:
-        self.door = FrontDoor(limits, SERVED, pid=7)
-        self.now = 0.0
-        if ready:
-            self.door.worker_ready(self.now)
-
-    def hello(self, peer: bytes) -> None:
-        self.door.receive(peer, m.Hello([m.VERSION], "test"), self.now)
-        assert isinstance(self.heard(peer)[-1], m.Welcome)
-
-    def ask(self, peer: bytes, **fields: Any) -> m.Accepted | m.Failed:
-        given = {"tag": 1, "tokens": [1, 2, 3], "max_tokens": 10} | fields
-        self.door.receive(peer, m.Generate(**given), self.now)
-        answer = self.heard(peer)[-1]
-        assert isinstance(answer, m.Accepted | m.Failed)
-        return answer
-
-    def accepted(self, peer: bytes, **fields: Any) -> int:
-        answer = self.ask(peer, **fields)
-        assert isinstance(answer, m.Accepted), answer
-        return answer.request
-
-    def heard(self, peer: bytes) -> list[Any]:
-        """Take what is to be sent to one app."""
-        mine = [msg for to, msg in self.door.to_clients if to == peer]
-        rest = [(to, msg) for to, msg in self.door.to_clients if to != peer]
-        self.door.to_clients.clear()
-        self.door.to_clients.extend(rest)
-        return mine
-
-    def orders(self) -> list[Any]:
-        """Take what is to be sent to the worker."""
-        taken = list(self.door.to_worker)
-        self.door.to_worker.clear()
-        return taken
-
-    def standings(self) -> list[Standing]:
-        """Of the requests at the worker."""
-        return [request.entry.standing for request in self.door._at_worker()]
-
-    def worker(self, *msgs: m.Message) -> None:
-        for msg in msgs:
-            self.door.from_worker(msg, self.now)
-
-    def produce(self, request: int, start: int, count: int) -> None:
-        self.worker(*(m.Produced(request, start + i, 10 + start + i, f"t{start + i} ") for i in range(count)))
-
-    def done(self, request: int, tokens: int = 0, text: str = "") -> None:
-        self.worker(m.Done(request, "length", None, text, 3, tokens, 42, NO_TIME))
 
 
 @pytest.fixture
 def house() -> House:
-    made = House()
-    made.hello(b"a")
-    made.hello(b"b")
-    return made
+    return House.of_two()
 
 
 def test_an_app_that_has_not_said_hello_is_told_to() -> None:
@@ -98,7 +34,7 @@ def test_an_app_of_another_version_is_refused_with_both_versions() -> None:
 
 
 def test_the_worker_gets_as_many_requests_as_it_runs_and_the_others_wait_in_order(house: House) -> None:
-    numbers = [house.accepted(b"a", tag=i) for i in range(5)]
+    numbers = [house.accepted(b"a", tag=i) for i in range(4)]
     assert [run.request for run in house.orders()] == numbers[:2]
     house.done(numbers[1])
     assert [run.request for run in house.orders()] == [numbers[2]]
@@ -106,12 +42,36 @@ def test_the_worker_gets_as_many_requests_as_it_runs_and_the_others_wait_in_orde
     assert [run.request for run in house.orders()] == [numbers[3]]
 
 
-def test_a_full_queue_refuses_with_an_error_that_may_be_retried(house: House) -> None:
-    for tag in range(2 + 3):
-        house.accepted(b"a", tag=tag)
-    answer = house.ask(b"b")
-    assert isinstance(answer, m.Failed)
-    assert answer.retry and answer.code == "unavailable" and "limits.queue is 3" in answer.message
+def test_log_probabilities_travel_with_their_tokens(house: House) -> None:
+    number = house.accepted(b"a", credit=1, logprobs=1)
+    choices = [m.Choice(-0.5 * i, [m.Logprob(i, -0.25)]) for i in range(3)]
+    house.worker(*(m.Produced(number, i, 10 + i, "x", choice) for i, choice in enumerate(choices)))
+    house.done(number, 3, "end")
+    house.door.receive(b"a", m.Credit(number, 1), 0.0)
+    first, second, end = house.heard(b"a")
+    assert (first.choices, second.choices) == (choices[:1], choices[1:])
+    assert isinstance(end, m.Finished)
+    plain = house.accepted(b"a")
+    house.produce(plain, 0, 1)
+    assert house.heard(b"a")[-1].choices is None
+
+
+def test_the_end_tells_hit_rate_timings_and_how_often_a_request_was_resumed(house: House) -> None:
+    first, second = house.accepted(b"a"), house.accepted(b"a")
+    waiting = house.accepted(b"a")
+    house.now = 2.0
+    house.worker(m.Done(first, "length", None, "", 3, 0, 42, NO_TIME, 0.75))
+    house.now = 3.0
+    house.produce(waiting, 0, 1)
+    house.door.worker_lost("killed", house.now)
+    house.now = 7.0
+    house.door.worker_ready(house.now)
+    house.worker(m.Done(second, "length", None, "", 3, 0, 42, NO_TIME, 1.0))
+    house.worker(m.Done(waiting, "length", None, "", 3, 1, 42, NO_TIME, 1.0))
+    ends = {msg.request: msg for msg in house.heard(b"a") if isinstance(msg, m.Finished)}
+    assert (ends[first].hit_rate, ends[first].resumed) == (0.75, 0)
+    assert ends[second].resumed == 1
+    assert ends[waiting].timings == m.Timings(queued_s=2.0, prefill_s=1.0, decode_s=4.0)
 
 
 def test_requests_wait_while_the_model_is_loaded() -> None:
@@ -121,37 +81,6 @@ def test_requests_wait_while_the_model_is_loaded() -> None:
     assert house.orders() == []
     house.door.worker_ready(1.0)
     assert [run.request for run in house.orders()] == [number]
-
-
-@pytest.mark.parametrize(("prompt", "fits"), [(90, True), (91, False), (100, False), (500, False)])
-def test_a_prompt_beyond_the_limit_is_refused_with_both_numbers(house: House, prompt: int, fits: bool) -> None:
-    answer = house.ask(b"a", tokens=[1] * prompt, max_tokens=10)
-    if fits:
-        assert isinstance(answer, m.Accepted)
-    else:
-        assert isinstance(answer, m.Failed)
-        assert str(prompt + 10) in answer.message and "100" in answer.message and not answer.retry
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"model": "other"}, "'tiny'"),
-        ({"prompt": "x"}, "prompt and tokens"),
-        ({"tokens": None}, "none of them"),
-        ({"tokens": []}, "no tokens"),
-        ({"tokens": [1, 50]}, "token 50"),
-        ({"tokens": [-1]}, "token -1"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"tools": [{}]}, "tools belong to chat"),
-        ({"options": {"enable_thinking": True}}, "options belong to chat"),
-        ({"credit": -1}, "credit is -1"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(house: House, fields: dict[str, Any], named: str) -> None:
-    answer = house.ask(b"a", **fields)
-    assert isinstance(answer, m.Failed) and named in answer.message and answer.tag == 1
-    assert house.door.idle
 
 
 def test_output_is_sent_against_credit_alone_and_gathers_without(house: House) -> None:
@@ -239,15 +168,6 @@ def test_a_cancel_that_comes_after_the_end_is_no_mistake(house: House) -> None:
     house.door.receive(b"a", m.Cancel(number), 0.0)
     house.door.receive(b"a", m.Credit(number, 1), 0.0)
     assert house.heard(b"a") == []
-
-
-def test_a_late_request_is_ended_with_the_limit_it_exceeded() -> None:
-    house = House(LIMITS.model_copy(update={"timeout_s": 5.0}))
-    house.hello(b"a")
-    number = house.accepted(b"a")
-    house.door.tick(5.5)
-    failed = house.heard(b"a")[-1]
-    assert (failed.code, failed.request) == ("timeout", number) and "limits.timeout_s = 5" in failed.message
 
 
 def test_a_request_is_resumed_on_the_next_worker_with_the_ids_and_seed_it_had(house: House) -> None:
