@@ -38,14 +38,14 @@ class MemorySettings(_Section):
     host_gib: Annotated[float, Field(ge=0, le=65536)] = 0.0
     vram_gib: Annotated[float, Field(ge=0, le=0)] = 0.0
     lock: Literal["auto", "off"] = "auto"
-    huge_pages: Literal["off"] = "off"
+    huge_pages: Literal["auto", "off"] = "auto"
 
 
 class CpuSettings(_Section):
     """How the CPU computes."""
 
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    isa: Literal["auto", "x86-64", "x86-64-v3"] = "auto"
+    isa: Literal["auto", "x86-64", "x86-64-v3", "x86-64-v4"] = "auto"
 
 
 class KvSettings(_Section):

@@ -11,6 +11,8 @@ from sparkd.errors import UnsupportedError
 
 #: Flags of /proc/cpuinfo that x86-64-v3 stands for (lzcnt is called abm there), besides those of every x86-64 kernel.
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+#: The same for x86-64-v4 with VNNI.
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 
 
 def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -30,7 +32,9 @@ def available() -> tuple[str, ...]:
     """Instruction sets that this machine runs, best first."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("portable",)
-    return ("x86-64-v3", "x86-64") if _cpu_flags() >= _V3 else ("x86-64",)
+    flags = _cpu_flags()
+    needs = {"x86-64-v4": _V4, "x86-64-v3": _V3, "x86-64": frozenset()}
+    return tuple(isa for isa, needed in needs.items() if flags >= needed)
 
 
 def native(isa: str = "auto") -> ModuleType:

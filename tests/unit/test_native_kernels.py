@@ -10,6 +10,7 @@ from sparkd import kernels
 from sparkd.errors import UnsupportedError
 
 V3_FLAGS = "fpu sse2 avx avx2 bmi1 bmi2 f16c fma abm movbe"
+V4_FLAGS = V3_FLAGS + " avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 
 
 @pytest.fixture
@@ -23,6 +24,10 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_best_instruction_set_of_the_machine_is_taken_by_default(cpu) -> None:
     cpu("x86_64", V3_FLAGS)
+    assert kernels.available() == ("x86-64-v3", "x86-64")
+    cpu("x86_64", V4_FLAGS)
+    assert kernels.available() == ("x86-64-v4", "x86-64-v3", "x86-64")
+    cpu("x86_64", V4_FLAGS.replace(" avx512_vnni", ""))
     assert kernels.available() == ("x86-64-v3", "x86-64")
     cpu("x86_64", V3_FLAGS.replace(" fma", ""))
     assert kernels.available() == ("x86-64",)

@@ -119,6 +119,7 @@ void bind_operations(nb::class_<Plan>& plan) {
 }  // namespace
 
 void bind_plan(nb::module_& module) {
+    module.def("products_path", &products_path, "Which kernels compute products with weights of a ggml type.");
     nb::class_<Weight>(module, "Weight").def(nb::init<uint64_t, int, int64_t, int>());
     nb::class_<Value>(module, "Value").def("__init__", [](Value* self, int id, int64_t offset, int width) {
         new (self) Value{id, offset, width};

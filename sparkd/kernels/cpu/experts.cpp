@@ -89,7 +89,9 @@ Experts::Experts(Step& step, Value x, size_t choice, Value out, size_t layer, co
     step.reserve_products(up, step.work.inputs, step.max_rows);
     step.reserve_products(down, step.work.hidden, pairs);
     Workspace::reserve(step.work.inner, pairs * gate.rows);
+    Workspace::reserve(step.work.up, pairs * gate.rows);
     Workspace::reserve(step.work.ranked, pairs * down.rows);
+    for (auto* targets : {&gates_, &ups_, &downs_}) targets->resize(static_cast<size_t>(pairs));
     pairs_.resize(static_cast<size_t>(pairs));
     first_.resize(experts + 1);
     chosen_.reserve(experts);
@@ -119,38 +121,45 @@ void Experts::run(Step& step) {
     const int top_k = choice.top_k;
     group(choice, step.rows);
 
-    // Calls body(expert, weight row, scratch) for `rows` weight rows of every chosen expert.
+    float* inner = step.work.inner.data();
+    float* up = step.work.up.data();
+    float* ranked = step.work.ranked.data();
+    for (size_t i = 0; i < static_cast<size_t>(step.rows * top_k); ++i) {
+        const int64_t pair = pairs_[i];
+        gates_[i] = {pair / top_k, inner + pair * gate_.rows};
+        ups_[i] = {pair / top_k, up + pair * gate_.rows};
+        downs_[i] = {pair, ranked + pair * down_.rows};
+    }
+    // Calls body(record, first pair, pairs, first weight row, weight row after the last, memory) for all weight rows of
+    // every chosen expert.
     const auto for_weight_rows = [&](int64_t rows, const auto& body) {
-        step.pool.run(static_cast<int64_t>(chosen_.size()) * rows, kGrain, [&](int64_t begin, int64_t end, int thread) {
-            for (int64_t i = begin; i < end; ++i)
-                body(static_cast<size_t>(chosen_[static_cast<size_t>(i / rows)]), i % rows,
-                     step.scratch[static_cast<size_t>(thread)]);
+        const int64_t parts = (rows + kGrain - 1) / kGrain;
+        step.pool.run(static_cast<int64_t>(chosen_.size()) * parts, 1, [&](int64_t begin, int64_t end, int thread) {
+            for (int64_t i = begin; i < end; ++i) {
+                const auto expert = static_cast<size_t>(chosen_[static_cast<size_t>(i / parts)]);
+                const int64_t first = i % parts * kGrain;
+                const auto pair = static_cast<size_t>(first_[expert]);
+                body(records[expert], pair, static_cast<size_t>(first_[expert + 1]) - pair, first,
+                     std::min(first + kGrain, rows), step.scratch[static_cast<size_t>(thread)].products);
+            }
         });
     };
 
-    float* inner = step.work.inner.data();
     const Activations& gate_x = step.activations(x_, gate_.format->cls);
     const Activations& up_x = step.activations(x_, up_.format->cls);
-    for_weight_rows(gate_.rows, [&](size_t expert, int64_t o, Scratch& scratch) {
-        scratch.row.load(gate_.in(records[expert]), o);
-        scratch.other_row.load(up_.in(records[expert]), o);
-        for (int32_t i = first_[expert]; i < first_[expert + 1]; ++i) {
-            const int32_t pair = pairs_[static_cast<size_t>(i)];
-            const float gate = scratch.row.product(gate_x, pair / top_k);
-            const float up = scratch.other_row.product(up_x, pair / top_k);
-            inner[pair * gate_.rows + o] = silu(gate) * up;
-        }
+    for_weight_rows(gate_.rows, [&](uint64_t record, size_t pair, size_t pairs, int64_t begin, int64_t end,
+                                    ProductMemory& memory) {
+        multiply(gate_.in(record), begin, end, gate_x, &gates_[pair], static_cast<int64_t>(pairs), memory);
+        multiply(up_.in(record), begin, end, up_x, &ups_[pair], static_cast<int64_t>(pairs), memory);
+        for (size_t i = pair; i < pair + pairs; ++i)
+            for (int64_t o = begin; o < end; ++o) gates_[i].out[o] = silu(gates_[i].out[o]) * ups_[i].out[o];
     });
 
-    float* ranked = step.work.ranked.data();
     step.work.hidden.take(inner, step.rows * top_k, down_.columns);
     const Activations& hidden = step.work.hidden.get(step.pool, down_.format->cls);
-    for_weight_rows(down_.rows, [&](size_t expert, int64_t o, Scratch& scratch) {
-        scratch.row.load(down_.in(records[expert]), o);
-        for (int32_t i = first_[expert]; i < first_[expert + 1]; ++i) {
-            const int32_t pair = pairs_[static_cast<size_t>(i)];
-            ranked[pair * down_.rows + o] = scratch.row.product(hidden, pair);
-        }
+    for_weight_rows(down_.rows, [&](uint64_t record, size_t pair, size_t pairs, int64_t begin, int64_t end,
+                                    ProductMemory& memory) {
+        multiply(down_.in(record), begin, end, hidden, &downs_[pair], static_cast<int64_t>(pairs), memory);
     });
 
     step.for_rows(top_k * down_.rows, [&](int64_t row, int) {

@@ -39,6 +39,7 @@ class Experts : public Operation {
     size_t layer_;
     Weight gate_, up_, down_;
     std::vector<int32_t> pairs_;   // row * top_k + rank, expert by expert
+    std::vector<Target> gates_, ups_, downs_;  // of the pairs in that order
     std::vector<int32_t> first_;   // per expert: its first pair; one more at the end
     std::vector<int32_t> chosen_;  // experts that have pairs
 };

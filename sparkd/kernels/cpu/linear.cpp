@@ -17,12 +17,10 @@ void check(bool fits, const char* what) {
 }  // namespace
 
 void multiply(Step& step, const Weight& weight, const Activations& x, int64_t rows, float* out, int64_t out_width) {
+    Target* targets = step.work.targets.data();
+    for (int64_t row = 0; row < rows; ++row) targets[row] = {row, out + row * out_width};
     step.pool.run(weight.rows, kGrain, [&](int64_t begin, int64_t end, int thread) {
-        WeightRow& unpacked = step.scratch[static_cast<size_t>(thread)].row;
-        for (int64_t o = begin; o < end; ++o) {
-            unpacked.load(weight, o);
-            for (int64_t row = 0; row < rows; ++row) out[row * out_width + o] = unpacked.product(x, row);
-        }
+        multiply(weight, begin, end, x, targets, rows, step.scratch[static_cast<size_t>(thread)].products);
     });
 }
 

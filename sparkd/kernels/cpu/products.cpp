@@ -7,8 +7,6 @@ namespace spark {
 
 namespace {
 
-int scale_elements(Class cls) { return cls == Class::INT32 ? 32 : 256; }
-
 bool float_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % alignof(float) == 0; }
 
 // out = q * scale of its sub-block. Sub-blocks of 16 are too short for the vectoriser, so their scales are
@@ -49,20 +47,25 @@ void Activations::reserve(Class wanted, int64_t elements) {
     cls = wanted;
     if (cls == Class::FLOAT || static_cast<int64_t>(q.size()) >= elements) return;
     q.resize(static_cast<size_t>(elements));
-    a.resize(static_cast<size_t>(elements / scale_elements(cls)));
-    sums.resize(static_cast<size_t>(elements / 16));
+    a.resize(static_cast<size_t>(elements / form()));
+    sums16.resize(static_cast<size_t>(elements / 16));
+    sums32.resize(static_cast<size_t>(elements / 32));
 }
 
 void Activations::assign(ThreadPool& pool, const float* x, int64_t rows, int width) {
     floats = x;
     columns = width;
     if (cls == Class::FLOAT) return;
-    const int form = scale_elements(cls);
+    const int scaled = form();
     pool.run(rows, std::max<int64_t>(1, 8192 / width), [&](int64_t begin, int64_t end, int) {
         for (int64_t row = begin; row < end; ++row) {
             int8_t* row_q = q.data() + row * width;
-            quantise_row(x + row * width, width, form, row_q, a.data() + row * (width / form));
-            sum_row(row_q, width, sums.data() + row * (width / 16));
+            int16_t* row_sums = sums16.data() + row * (width / 16);
+            quantise_row(x + row * width, width, scaled, row_q, a.data() + row * (width / scaled));
+            sum_row(row_q, width, row_sums);
+            for (int i = 0; i < width / 32; ++i)
+                sums32[static_cast<size_t>(row * (width / 32) + i)] =
+                    static_cast<int16_t>(row_sums[2 * i] + row_sums[2 * i + 1]);
         }
     });
 }
@@ -146,12 +149,27 @@ float WeightRow::product(const Activations& x, int64_t row) const {
     const int64_t first = row * x.columns;
     if (floats_ != nullptr) return dot32(x.floats + first, floats_, x.columns);
     const int8_t* q = x.q.data() + first;
-    const float* a = x.a.data() + first / scale_elements(x.cls);
-    const int16_t* sums = x.sums.data() + first / 16;
+    const float* a = x.a.data() + first / x.form();
+    const int16_t* sums = x.sums16.data() + first / 16;
     const bool offset = integers_.format->offset;
     if (x.cls == Class::INT32)
         return offset ? integer_product<32, true>(q, a, sums) : integer_product<32, false>(q, a, sums);
     return offset ? integer_product<256, true>(q, a, sums) : integer_product<256, false>(q, a, sums);
+}
+
+void ProductMemory::reserve(int columns) {
+    row.reserve(columns);
+    const auto bytes = static_cast<size_t>(fast_product_bytes(columns));
+    if (fast.size() < bytes) fast.resize(bytes);
+}
+
+void multiply(const Weight& weight, int64_t begin, int64_t end, const Activations& x, const Target* targets,
+              int64_t count, ProductMemory& memory) {
+    if (multiply_fast(weight, begin, end, x, targets, count, memory.fast.data())) return;
+    for (int64_t o = begin; o < end; ++o) {
+        memory.row.load(weight, o);
+        for (int64_t i = 0; i < count; ++i) targets[i].out[o] = memory.row.product(x, targets[i].row);
+    }
 }
 
 }  // namespace spark

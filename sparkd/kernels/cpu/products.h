@@ -1,4 +1,4 @@
-// Products of weight rows with activation rows: a weight row is unpacked once and serves every activation row.
+// Products of weight rows with activation rows.
 #pragma once
 
 #include <array>
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/blocks.h"
+#include "cpu/fast_products.h"
 #include "cpu/pool.h"
 
 namespace spark {
@@ -43,7 +44,11 @@ struct Activations {
     const float* floats = nullptr;  // [rows][columns], every class
     std::vector<int8_t> q;          // [rows][columns], integer classes
     std::vector<float> a;           // [rows][columns / 32 or 256]
-    std::vector<int16_t> sums;      // [rows][columns / 16]
+    std::vector<int16_t> sums16;    // [rows][columns / 16]: of q
+    std::vector<int16_t> sums32;    // [rows][columns / 32]
+
+    // Elements per scale.
+    int form() const { return cls == Class::INT32 ? 32 : 256; }
 
     void reserve(Class cls, int64_t elements);
     // Takes `rows` rows of `x`, which stays where it is.
@@ -68,7 +73,7 @@ class Forms {
     std::array<bool, 3> ready_ = {};
 };
 
-// One weight row, unpacked into memory of its own. Of the integer classes the scales of sub-blocks are multiplied into
+// The scalar products: one weight row, unpacked once for all activation rows. Of the integer classes the scales of sub-blocks are multiplied into
 // the weights (|q * scale| < 2^15 for every format), which leaves one long integer sum per block: exact, so the bits
 // are those of spark::product, which defines them.
 class WeightRow {
@@ -88,5 +93,17 @@ class WeightRow {
     IntRow integers_ = {};
     const float* floats_ = nullptr;  // null: integers
 };
+
+// Memory of one thread for products with weights of as many columns as were reserved.
+struct ProductMemory {
+    WeightRow row;
+    std::vector<uint8_t> fast;
+
+    void reserve(int columns);
+};
+
+// target.out[o] = weight row o · target.row of x, for all targets and o in begin .. end - 1.
+void multiply(const Weight& weight, int64_t begin, int64_t end, const Activations& x, const Target* targets,
+              int64_t count, ProductMemory& memory);
 
 }  // namespace spark

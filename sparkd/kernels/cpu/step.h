@@ -55,7 +55,7 @@ struct Choice {
 
 // Memory of one thread.
 struct Scratch {
-    WeightRow row, other_row;
+    ProductMemory products;
     std::vector<float> floats;
 };
 
@@ -64,7 +64,9 @@ struct Workspace {
     Forms inputs;              // of the value that `Step::activations` was last asked for
     Forms hidden;              // of the experts' inner rows
     Forms gathered;            // of the rows whose logits are wanted
-    std::vector<float> inner;   // gathered rows; router logits; inner rows of experts
+    std::vector<float> inner;   // gathered rows; router logits; gate and then inner rows of experts
+    std::vector<float> up;      // inner rows of experts
+    std::vector<Target> targets;
     std::vector<float> ranked;  // results of experts: [row][rank][hidden]
 
     static void reserve(std::vector<float>& memory, int64_t floats) {
@@ -82,10 +84,8 @@ class Step {
 
     void reserve_products(const Weight& weight, Forms& forms, int64_t rows) {
         forms.reserve(weight.format->cls, rows * weight.columns);
-        for (Scratch& s : scratch) {
-            s.row.reserve(weight.columns);
-            s.other_row.reserve(weight.columns);
-        }
+        for (Scratch& s : scratch) s.products.reserve(weight.columns);
+        if (static_cast<int64_t>(work.targets.size()) < rows) work.targets.resize(static_cast<size_t>(rows));
     }
     void reserve_scratch(int64_t floats) {
         for (Scratch& s : scratch) Workspace::reserve(s.floats, floats);

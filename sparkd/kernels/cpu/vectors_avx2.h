@@ -1,0 +1,99 @@
+// 64 bytes in two 256-bit registers, and sums of their products: the names of vectors_avx512.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace spark::vectors {
+
+constexpr const char* kPath = "avx2";
+
+struct Bytes {
+    __m256i low, high;
+};
+using Sum = __m256i;  // int32 lanes that add up to one sum
+
+inline __m256i load32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Bytes load64(const void* p) { return {load32(p), load32(static_cast<const uint8_t*>(p) + 32)}; }
+// The same 32 bytes in both halves.
+inline Bytes twice32(const void* p) { return {load32(p), load32(p)}; }
+inline Bytes join(__m256i low, __m256i high) { return {low, high}; }
+inline Bytes both(Bytes a, Bytes b) { return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)}; }
+inline Bytes masked(Bytes a, uint8_t mask) {
+    const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
+    return {_mm256_and_si256(a.low, m), _mm256_and_si256(a.high, m)};
+}
+template <int BITS>
+inline __m256i shifted(__m256i v) {
+    if constexpr (BITS >= 0) return _mm256_srli_epi32(v, BITS);
+    return _mm256_slli_epi32(v, -BITS);
+}
+// Lanes of the lower half shifted right by LOW bits, of the upper by HIGH (left, where negative): for bit fields of
+// bytes, which the caller masks.
+template <int LOW, int HIGH>
+inline Bytes turned(Bytes a) {
+    return {shifted<LOW>(a.low), shifted<HIGH>(a.high)};
+}
+
+inline Sum no_sum() { return _mm256_setzero_si256(); }
+inline Sum widened(__m256i lanes) { return lanes; }
+
+// sum += u * x * scale for unsigned u <= 127; `scale` has one int16 for every two bytes.
+inline Sum add_scaled(Sum sum, Bytes u, Bytes x, Bytes scale) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u.low, x.low), scale.low));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u.high, x.high), scale.high));
+}
+// The same for signed w >= -127: its sign goes to x.
+inline Sum add_scaled_signed(Sum sum, Bytes w, Bytes x, Bytes scale) {
+    const Bytes turned_x = {_mm256_sign_epi8(x.low, w.low), _mm256_sign_epi8(x.high, w.high)};
+    return add_scaled(sum, {_mm256_abs_epi8(w.low), _mm256_abs_epi8(w.high)}, turned_x, scale);
+}
+
+// Scales of a block of 256: chunk<C> has those of elements 64 C .. 64 C + 63, one int16 for every two elements.
+struct Scales32 {  // eight, one per 32 elements
+    __m256i v;
+    explicit Scales32(__m128i scales) : v(_mm256_broadcastsi128_si256(scales)) {}
+    template <int C>
+    Bytes chunk() const {
+        constexpr short low = 4 * C | (4 * C + 1) << 8, high = (4 * C + 2) | (4 * C + 3) << 8;
+        return {_mm256_shuffle_epi8(v, _mm256_set1_epi16(low)), _mm256_shuffle_epi8(v, _mm256_set1_epi16(high))};
+    }
+};
+struct Scales16 {  // sixteen, one per 16 elements
+    __m256i low, high;
+    explicit Scales16(__m256i scales)
+        : low(_mm256_permute2x128_si256(scales, scales, 0x00)), high(_mm256_permute2x128_si256(scales, scales, 0x11)) {}
+    template <int C>
+    Bytes chunk() const {
+        const __m256i v = C < 2 ? low : high;
+        return {pair<4 * C % 8>(v), pair<4 * C % 8 + 2>(v)};
+    }
+
+  private:
+    template <int S>
+    static __m256i pair(__m256i v) {
+        constexpr short first = 2 * S | (2 * S + 1) << 8, second = (2 * S + 2) | (2 * S + 3) << 8;
+        return _mm256_shuffle_epi8(v, _mm256_setr_m128i(_mm_set1_epi16(first), _mm_set1_epi16(second)));
+    }
+};
+
+// Lane i: the sum of all lanes of v[i].
+inline __m256i eight_sums(const Sum* v) {
+    // In each half one part of the sums of four.
+    const __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+    const __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+// Sums over each four bytes of u * x, u <= 127.
+inline __m256i dot_unsigned(__m256i u, __m256i x) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1));
+}
+
+// The instruction sees signed w as it is, its sign having gone to x (which is never -128; w may be).
+constexpr int kSignedBias = 0;
+inline __m256i dot_signed(__m256i w, __m256i x) { return _mm256_madd_epi16(
+    _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1)); }
+
+}  // namespace spark::vectors
