@@ -1,14 +1,17 @@
 """How fast the store fills its arena, against a plain sequential read of the same file.
 
-    python bench/load_speed.py MODEL.gguf [--readers N ...]
+    python bench/load_speed.py MODEL.gguf [--readers N ...] [--rounds N] [--cached]
 
-Cold runs drop the page cache first (needs root); without permission only warm ones are made.
+Every round does each way once, in turn, so that a machine whose speed drifts treats all alike. Cold runs drop the page
+cache first (needs root); without permission only warm ones are made. `--cached` adds loads through the page cache.
+Prints a table: the median of the rounds, the slowest and the fastest, in GB/s, and the processor time per GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from pathlib import Path
 from sparkd.gguf.model_file import ModelFile
 from sparkd.ipc.memory import Region
 from sparkd.models import build_program
+from sparkd.store import reading
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import READERS, Loader
@@ -23,46 +27,73 @@ from sparkd.store.loader import READERS, Loader
 _PIECE = 8 << 20
 
 
+class Bench:
+    """One model; the ways to read it give the bytes they read."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = ModelFile.open(path)
+        self.program = build_program(self.model)
+        self.layout = ArenaLayout.of(self.program, self.model)
+
+    def plain(self) -> int:
+        """Read every shard once from start to end."""
+        buffer = bytearray(_PIECE)
+        total = 0
+        for shard in self.model.shards:
+            with shard.path.open("rb", buffering=0) as file:
+                while n := file.readinto(buffer):
+                    total += n
+        return total
+
+    def load(self, readers: int, cached: bool) -> int:
+        """Fill a new arena."""
+        direct_block = reading.direct_block
+        if cached:
+            reading.direct_block = lambda fd: 0
+        try:
+            with Region.create(self.layout.total_bytes) as region:
+                loader = Loader(Arena.create(region, self.model, self.program, self.layout), readers)
+                loader.load()
+                return loader.read
+        finally:
+            reading.direct_block = direct_block
+
+
 def main() -> None:
-    """Print one line per run: what, cold or warm, GB/s."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--readers", type=int, nargs="+", default=[READERS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cached", action="store_true")
     given = parser.parse_args()
-    model = ModelFile.open(given.model)
-    program = build_program(model)
-    layout = ArenaLayout.of(program, model)
-    print(
-        f"{model.where}: arena {layout.total_bytes / 1e9:.2f} GB, records of {[s.record_bytes for s in layout.slabs]}"
-    )
-
-    def load(readers: int) -> int:
-        with Region.create(layout.total_bytes) as region:
-            loader = Loader(Arena.create(region, model, program, layout), readers)
-            loader.load()
-            return loader.read
-
-    runs: dict[str, Callable[[], int]] = {"plain sequential read": lambda: read_all(model)}
-    runs |= {f"load, {n} readers": lambda n=n: load(n) for n in given.readers}
-    for name, run in runs.items():
-        for cache in ("cold", "warm"):
-            if cache == "cold" and not drop_caches():
-                continue
-            start = time.perf_counter()
-            size = run()
-            seconds = time.perf_counter() - start
-            print(f"{name:24} {cache}  {size / 1e9:6.2f} GB  {seconds:6.2f} s  {size / 1e9 / seconds:6.2f} GB/s")
+    bench = Bench(given.model)
+    size, records = bench.layout.total_bytes, [s.record_bytes for s in bench.layout.slabs]
+    print(f"{bench.model.where}: arena {size / 1e9:.2f} GB, records of {records}\n")
+    ways: dict[str, Callable[[], int]] = {"plain sequential read": bench.plain}
+    for cached in (False, True) if given.cached else (False,):
+        how = "through the page cache" if cached else "direct"
+        ways |= {f"load {how}, {n} readers": lambda n=n, cached=cached: bench.load(n, cached) for n in given.readers}
+    results: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for _ in range(given.rounds):
+        for name, way in ways.items():
+            for cache in ("cold", "warm"):
+                if cache == "warm":
+                    bench.plain()
+                elif not drop_caches():
+                    continue
+                results.setdefault((name, cache), []).append(measure(way))
+    print("| way | page cache | GB/s | slowest - fastest | processor s/GB |\n| --- | --- | --- | --- | --- |")
+    for (name, cache), runs in results.items():
+        speeds, costs = zip(*runs, strict=True)
+        span = f"{min(speeds):.2f} - {max(speeds):.2f}"
+        print(f"| {name} | {cache} | {statistics.median(speeds):.2f} | {span} | {statistics.median(costs):.2f} |")
 
 
-def read_all(model: ModelFile) -> int:
-    """Read every shard once from start to end."""
-    buffer = bytearray(_PIECE)
-    total = 0
-    for shard in model.shards:
-        with shard.path.open("rb", buffering=0) as file:
-            while n := file.readinto(buffer):
-                total += n
-    return total
+def measure(way: Callable[[], int]) -> tuple[float, float]:
+    """GB per second, and seconds of processor time per GB."""
+    start, used = time.perf_counter(), time.process_time()
+    size = way() / 1e9
+    return size / (time.perf_counter() - start), (time.process_time() - used) / size
 
 
 def drop_caches() -> bool:

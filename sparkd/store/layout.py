@@ -6,6 +6,8 @@
     page       core: every tensor that an operation other than `Experts` names, byte for byte as in the file
     page       slab after slab, each page-aligned: slots of one size
 
+Its end is that of a huge page, so that an arena can be made of those.
+
 A record is one expert: gate, up, down rows, byte for byte, each piece 64-byte aligned inside it. Expert layers whose
 records have one size share a slab; whether gate and up are fused in the file makes no difference here.
 """
@@ -22,6 +24,7 @@ from sparkd.gguf.model_file import ModelFile, Shard
 from sparkd.graph.ops import Op, Weight
 from sparkd.graph.program import ExpertLayer, Program
 from sparkd.ipc.directory import Directory
+from sparkd.ipc.mapping import HUGE_PAGE
 
 VERSION = 1
 ALIGNMENT = 64
@@ -109,7 +112,7 @@ class ArenaLayout:
             core,
             layers,
             tuple(slabs),
-            _up(offset, PAGE),
+            _up(offset, HUGE_PAGE),
         )
 
     def record(self, layer: int, slot: int) -> int:

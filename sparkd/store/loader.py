@@ -1,31 +1,29 @@
 """Fills the arena from the model's files: core first, then expert layer by expert layer.
 
-Several threads read, each through a buffer of its own that stays in the processor's cache; neither call holds the GIL.
-A record is published as soon as its three pieces are complete; what an earlier store already published is not read
-again.
+Several threads read, each through a buffer of its own; neither the read nor the copy into the arena holds the GIL. A
+record is published as soon as its three pieces are complete and the file is still the same; what an earlier store
+already published is not read again.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TypeVar
 
-from sparkd.errors import ModelFileError
-from sparkd.gguf.model_file import Identity, Shard
 from sparkd.ipc.directory import Entry, State
 from sparkd.store.arena import Arena
 from sparkd.store.layout import Extent, core_extent, record_extents
+from sparkd.store.reading import ShardFile, new_buffer
 
 #: Threads that read at the same time.
 READERS = 4
-#: Bytes of a reader's buffer, hence of one read.
-_BUFFER = 1 << 20
 #: Bytes of a core tensor that one reader takes at a time, so that all share a big one and a stop is noticed soon.
 _PIECE = 8 << 20
 _Job = TypeVar("_Job")
+_log = logging.getLogger(__name__)
 
 
 class LoadCancelled(Exception):
@@ -33,11 +31,15 @@ class LoadCancelled(Exception):
 
 
 class Loader:
-    """One filling of an arena. `done` of `total` bytes are in place; `read` bytes came from files."""
+    """One filling of an arena. `done` of `total` bytes are in place; `read` bytes came from files.
+
+    `reading`: for each shard the way it was read, and why not the better one: known once `load` has opened them.
+    """
 
     def __init__(self, arena: Arena, readers: int = READERS) -> None:
         self.done = 0
         self.read = 0
+        self.reading: list[str] = []
         self._arena = arena
         self._readers = readers
         self._core = [core_extent(arena.layout, arena.model, name) for name in arena.layout.core]
@@ -46,7 +48,7 @@ class Loader:
         ]
         core = sum(extent.size for extent in self._core)
         self.total = core + sum(extent.size for job in self._records for extent in self._extents(*job))
-        self._files: list[int] = []
+        self._files: list[ShardFile] = []
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
 
@@ -57,7 +59,8 @@ class Loader:
         early. BudgetError: memory ran out. LoadCancelled after `cancel`.
         """
         with ExitStack() as stack:
-            self._files = [_open(shard, stack) for shard in self._arena.model.shards]
+            self._files = [stack.enter_context(closing(ShardFile(s))) for s in self._arena.model.shards]
+            stack.callback(self._tell_ways)
             if self._arena.core_loaded:
                 self._count(sum(extent.size for extent in self._core), read=False)
             else:
@@ -75,7 +78,7 @@ class Loader:
         failures: list[BaseException] = []
 
         def reader() -> None:
-            buffer = memoryview(bytearray(_BUFFER))
+            buffer = new_buffer()
             while not failures:
                 with self._lock:
                     job = next(queue, None)
@@ -114,24 +117,20 @@ class Loader:
 
     def _fill(self, extent: Extent, buffer: memoryview) -> None:
         """Read an extent into the arena."""
-        shard = self._arena.model.shards[extent.shard]
-        got = 0
-        while got < extent.size:
-            wanted = min(len(buffer), extent.size - got)
-            try:
-                n = os.preadv(self._files[extent.shard], [buffer[:wanted]], extent.source + got)
-            except OSError as error:
-                place = f"{wanted} bytes at byte {extent.source + got}"
-                raise ModelFileError(f"cannot read {place}: {error.strerror}", where=str(shard.path)) from None
-            if n == 0:
-                raise ModelFileError(
-                    f"ends early: of {extent.size} bytes at byte {extent.source} only {got} are there",
-                    where=str(shard.path),
-                    fix="the file was cut while it was read: copy or download it again",
-                )
-            self._arena.region.write(extent.target + got, buffer[:n])
-            got += n
+        file = self._files[extent.shard]
+        done = 0
+        while done < extent.size:
+            data = file.read(extent.source + done, extent.size - done, buffer)
+            self._arena.region.write(extent.target + done, data)
+            done += len(data)
+        file.check()
         self._count(extent.size, read=True)
+
+    def _tell_ways(self) -> None:
+        self.reading = [file.way.describe() for file in self._files]
+        for file, words in zip(self._files, self.reading, strict=True):
+            if file.way.note:
+                _log.warning("%s: %s", file.where, words)
 
     def _count(self, size: int, read: bool) -> None:
         with self._lock:
@@ -149,26 +148,3 @@ def _pieces(extents: Iterable[Extent]) -> Iterator[Extent]:
         for start in range(0, extent.size, _PIECE):
             size = min(_PIECE, extent.size - start)
             yield Extent(extent.shard, extent.source + start, extent.target + start, size)
-
-
-def _open(shard: Shard, stack: ExitStack) -> int:
-    """Open a shard if it is still the file that its header was read from."""
-    try:
-        fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ModelFileError(f"cannot be opened: {error.strerror}", where=str(shard.path)) from None
-    stack.callback(os.close, fd)
-    found = Identity.of(os.fstat(fd))
-    if found != shard.identity:
-        raise ModelFileError(
-            f"is not the file that was opened first: now {_words(found)}, then {_words(shard.identity)}",
-            where=str(shard.path),
-            fix="restart the daemon to serve the new file",
-        )
-    return fd
-
-
-def _words(identity: Identity) -> str:
-    return (
-        f"device {identity.device} inode {identity.inode} size {identity.size} modified {identity.mtime_ns / 1e9:.9f}"
-    )

@@ -11,12 +11,13 @@ from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.ipc.child import Child, ChildArguments
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import ChildProgress, MessageError, Ready, StatusAnswer, StatusQuery
+from sparkd.ipc.messages import ChildProgress, Json, MessageError, Ready, StatusAnswer, StatusQuery
 from sparkd.ipc.sockets import PeerGone, PeerSlow, Router
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import LoadCancelled, Loader
+from sparkd.store.pages import HugePages
 from sparkd.store.plan import model_name, open_model
 from sparkd.store.service import StoreService
 
@@ -33,12 +34,15 @@ class StoreServer:
         """Lay out or adopt the arena and bind the socket. SparkError when the model is not what was planned."""
         self._child = child
         self._region = Region.map(given.arena_fd)
-        arena = open_arena(self._region, Settings.from_json(given.settings))
+        settings = Settings.from_json(given.settings)
+        arena = open_arena(self._region, settings)
         self._loader = Loader(arena)
         self._service = StoreService(arena, self._loader, model_name(arena.model))
         self._router = Router(child.context, given.run_dir.store)
         self._failure: BaseException | None = None
         self._loading = threading.Thread(target=self._load, name="load")
+        self._pages = HugePages(self._region, settings.memory.huge_pages == "auto")
+        self._joining = threading.Thread(target=self._pages.join, name="huge pages")
 
     def run(self) -> None:
         """Serve until told to stop, or until loading fails (SparkError)."""
@@ -48,7 +52,7 @@ class StoreServer:
         while self._child.running:
             for query in self._child.wait(_IDLE_S if ready else _PROGRESS_S, self._router.socket):
                 if isinstance(query, StatusQuery):
-                    self._child.send(StatusAnswer(query.job, self._child.role, self._service.status()))
+                    self._child.send(StatusAnswer(query.job, self._child.role, self._status()))
             self._answer_workers()
             if not ready:
                 ready = self._report_loading()
@@ -56,8 +60,10 @@ class StoreServer:
     def close(self) -> None:
         """Stop loading, close the socket."""
         self._loader.cancel()
-        if self._loading.ident is not None:
-            self._loading.join()
+        self._pages.cancel()
+        for thread in (self._loading, self._joining):
+            if thread.ident is not None:
+                thread.join()
         self._router.close()
 
     def _load(self) -> None:
@@ -77,8 +83,19 @@ class StoreServer:
         child.send(ChildProgress(child.role, "load", loader.done, loader.total, "bytes"))
         if not loading:
             child.watch(None)
-            child.send(Ready(child.role, self._service.status()))
+            child.send(Ready(child.role, self._status()))
+            self._joining.start()
         return not loading
+
+    def _status(self) -> dict[str, Json]:
+        pages = self._pages
+        return {
+            **self._service.status(),
+            "reading": list(self._loader.reading),
+            "huge_bytes": pages.bytes,
+            "huge_kind": pages.kind,
+            "huge_note": pages.note,
+        }
 
     def _answer_workers(self) -> None:
         while True:

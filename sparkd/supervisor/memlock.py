@@ -1,14 +1,14 @@
-"""Page-locks the arena, piece by piece, as far as the limits allow.
+"""Page-locks the arena, piece by piece, as far as the limits allow, once it is filled.
 
-A lock dies with the process that made it, so the supervisor makes it: it lives as long as the arena.
+A lock dies with the process that made it, so the supervisor makes it: it lives as long as the arena. Before the load it
+would fill the arena with zeros ahead of the weights. Huge pages of the pool need no lock: they are never swapped out.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import resource
-from typing import Any
+from pathlib import Path
 
 from sparkd.ipc.memory import Region
 
@@ -17,14 +17,17 @@ _SMALLEST = 64 << 10
 
 
 class MemoryLock:
-    """`locked` bytes of a region are locked; `advance` locks the next piece; `note` says why it is not all."""
+    """`locked` bytes of a region are locked; `advance` locks the next piece; `note` says why it is not all.
 
-    def __init__(self, region: Region) -> None:
-        self.locked = 0
+    /proc is looked up under `root`.
+    """
+
+    def __init__(self, region: Region, root: Path = Path("/")) -> None:
+        self.locked = region.size if region.pooled else 0
         self.note = ""
         self._region = region
+        self._root = root
         self._piece = _PIECE
-        self._libc: Any = ctypes.CDLL(None, use_errno=True)
         soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
@@ -34,19 +37,35 @@ class MemoryLock:
         size = min(self._piece, self._region.size - self.locked)
         if size == 0:
             return False
-        first = ctypes.c_char.from_buffer(self._region.view(self.locked, size))
-        if self._libc.mlock(ctypes.byref(first), ctypes.c_size_t(size)) == 0:
-            self.locked += size
-            return True
-        problem = ctypes.get_errno()
-        if problem not in (errno.ENOMEM, errno.EAGAIN, errno.EPERM):
-            raise OSError(problem, "mlock")
-        self._piece = size // 2 // _SMALLEST * _SMALLEST
-        if self._piece:
-            return True
+        try:
+            self._region.mapping.lock(self.locked, size)
+        except OSError as error:
+            self._piece = size // 2 // _SMALLEST * _SMALLEST
+            if not self._piece:
+                self.note = self._explain(error)
+            return self._piece > 0
+        self.locked += size
+        return True
+
+    def _explain(self, error: OSError) -> str:
+        """How much is locked, why no more, what that costs, and what to do."""
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-        self.note = (
-            f"{self.locked} of {self._region.size} bytes are locked, the rest may be swapped out: the limit on locked"
-            f' memory is {limit} bytes; raise it (ulimit -l, LimitMEMLOCK=) or set memory.lock = "off"'
+        if limit != resource.RLIM_INFINITY and error.errno in (errno.ENOMEM, errno.EAGAIN, errno.EPERM):
+            reason = f"the limit on locked memory is {limit} bytes"
+        else:
+            reason = f"the kernel refuses more: {error.strerror}"
+        if self._swap_bytes():
+            cost = "the rest may be swapped out when memory is short, and a token that needs it then waits for the disk"
+        else:
+            cost = "this machine has no swap, so the rest stays in memory as well until there is some"
+        return (
+            f"{self.locked} of {self._region.size} bytes are locked, {reason}; {cost}; "
+            'raise the limit (ulimit -l, LimitMEMLOCK=) or set memory.lock = "off"'
         )
-        return False
+
+    def _swap_bytes(self) -> int:
+        for line in (self._root / "proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "SwapTotal":
+                return int(value.split()[0]) * 1024
+        return 0

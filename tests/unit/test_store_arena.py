@@ -121,7 +121,7 @@ def test_the_layout_follows_from_model_and_slots_alone(model_path):
     partial = ArenaLayout.of(one.program, one.model, fewer)
     assert partial.core == one.arena.layout.core
     assert [slab.slots for slab in partial.slabs] == fewer
-    assert partial.total_bytes < one.arena.layout.total_bytes
+    assert partial.records_bytes < one.arena.layout.records_bytes
     with pytest.raises(IndexError):
         partial.record(0, 2)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filled_arena import empty, filled, regions_closed
+from filled_arena import Filled, empty, filled, regions_closed
 
 from sparkd.errors import ModelFileError
 from sparkd.gguf.model_file import Identity
 from sparkd.ipc.directory import Entry, State
 from sparkd.models import build_program
+from sparkd.store import reading
 from sparkd.store.arena import Arena
 from sparkd.store.loader import LoadCancelled, Loader
 
@@ -123,37 +126,100 @@ def test_a_file_that_is_gone_is_one_clear_line(path):
         one.loader.load()
 
 
-def test_a_file_that_ends_early_says_how_many_bytes_are_there(path, monkeypatch):
+@pytest.fixture(params=["direct", "through the page cache"])
+def way(request, monkeypatch) -> str:
+    """How the file is read; direct where its file system allows."""
+    if request.param != "direct":
+        monkeypatch.setattr(reading, "direct_block", lambda fd: 0)
+    return request.param
+
+
+def _at_read(monkeypatch, number: int, happens: Callable[[], None]) -> None:
+    """Let something happen just before the read of this number, once."""
+    preadv, reads = os.preadv, itertools.count(1)
+
+    def counted(fd, buffers, offset):
+        if next(reads) == number:
+            happens()
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+
+
+def _check_residents(one: Filled, path: Path) -> None:
+    """What an aborted load has published is what a whole one of the same file puts there."""
+    expected = filled(path)
+    for layer, records in enumerate(one.arena.layout.layers):
+        size = one.arena.layout.slabs[records.slab].record_bytes
+        for expert in range(records.experts):
+            entry = one.arena.directory.entry(layer, expert)
+            if entry.state is State.RESIDENT:
+                at = one.arena.layout.record(layer, entry.slot)
+                assert bytes(one.region.view(at, size)) == bytes(expected.region.view(at, size))
+
+
+def test_both_ways_fill_the_same_arena_and_the_worse_is_said(path, monkeypatch, caplog):
+    one = filled(path)
+    monkeypatch.setattr(reading, "direct_block", lambda fd: 0)
+    other = filled(path)
+    assert bytes(one.region.view(0, one.region.size)) == bytes(other.region.view(0, other.region.size))
+    said = "read through the page cache: the file system takes no direct reads of this file"
+    assert other.loader.reading == [said]
+    assert f"{path}: {said}" in caplog.messages
+
+
+@pytest.mark.parametrize("number", [1, 3, 60, 200])
+def test_a_file_that_is_cut_while_it_is_loaded_gives_one_clear_line_and_no_half_record(
+    path, tmp_path, monkeypatch, way, number
+):
+    whole = Path(shutil.copy(path, tmp_path / "whole.gguf"))
     one = empty(path)
-    preadv = os.preadv
-
-    def short(fd, buffers, offset):
-        return preadv(fd, [buffers[0][:100]], offset) if offset % 3 else 0
-
-    monkeypatch.setattr(os, "preadv", short)
-    with pytest.raises(ModelFileError, match=r"ends early: of \d+ bytes at byte \d+ only \d+ are there"):
+    _at_read(monkeypatch, number, lambda: os.truncate(path, one.model.shards[0].data_offset + 5000))
+    with pytest.raises(ModelFileError, match=r"model\.gguf: (ends early|is not the file)") as caught:
         one.loader.load()
-    assert not one.arena.core_loaded
-    assert sum(one.arena.directory.residents()) == 0
+    assert "\n" not in str(caught.value)
+    assert one.loader.done < one.loader.total
+    _check_residents(one, whole)
 
 
-def test_short_reads_are_continued(path, monkeypatch):
+@pytest.mark.parametrize("number", [1, 60, 200])
+def test_a_file_that_is_written_to_while_it_is_loaded_publishes_nothing_new(path, tmp_path, monkeypatch, way, number):
+    whole = Path(shutil.copy(path, tmp_path / "whole.gguf"))
+    one = empty(path)
+
+    def spoil() -> None:
+        with path.open("r+b") as file:
+            file.seek(one.model.shards[0].data_offset)
+            file.write(b"\xff" * 1000)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+    _at_read(monkeypatch, number, spoil)
+    with pytest.raises(ModelFileError, match="not the file that was opened first"):
+        one.loader.load()
+    assert one.arena.core_loaded == (number == 200)
+    _check_residents(one, whole)
+
+
+def test_short_reads_are_continued(path, monkeypatch, way):
     expected = filled(path)
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:1000]], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:4096]], offset))
     one = filled(path)
     assert bytes(one.region.view(0, one.region.size)) == bytes(expected.region.view(0, expected.region.size))
 
 
-def test_a_read_error_names_the_place(path, monkeypatch):
+@pytest.mark.parametrize("number", [1, 60, 200])
+def test_a_read_error_is_one_line_that_names_the_place_and_no_half_record_is_published(path, monkeypatch, way, number):
     one = empty(path)
 
-    def broken(fd, buffers, offset):
+    def fail() -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(ModelFileError, match=r"cannot read \d+ bytes at byte \d+: Input/output error"):
+    _at_read(monkeypatch, number, fail)
+    with pytest.raises(ModelFileError, match=r"model\.gguf: cannot read \d+ bytes at byte \d+: Input/output error"):
         one.loader.load()
+    monkeypatch.undo()
+    _check_residents(one, path)
 
 
 def test_a_cancelled_load_stops_and_publishes_no_half_record(path, monkeypatch):
