@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sparkd import __version__
-from sparkd.config import Settings, keys, load
+from sparkd.config import Settings, keys, load, load_with_origins
 from sparkd.errors import ConfigError, SparkError
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -75,7 +75,8 @@ def _say(line: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> int:
-    document = load(_files(args), flags=_flags(args)).model_dump()
+    loaded = load_with_origins(_files(args), flags=_flags(args))
+    document = loaded.settings.model_dump()
     if args.json:
         print(json.dumps(document, indent=2))
         return 0
@@ -83,7 +84,7 @@ def _config(args: argparse.Namespace) -> int:
         print(f"[{section}]")
         for key, value in body.items():
             # JSON's literals of these types are TOML's as well.
-            print(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+            print(f"{key} = {json.dumps(value, ensure_ascii=False)}".ljust(40) + f"  # {loaded.origins[section, key]}")
         print()
     return 0
 
@@ -135,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "config",
         "[--json] [--config FILE] [--SECTION-KEY VALUE ...]",
-        "print the settings that 'serve' would use, from files, variables and flags",
+        "print the settings that 'serve' would use, and whether file, variable, flag or default gave them",
         "  sparkd config\n  SPARKD_CPU_THREADS=2 sparkd config --json",
     )
     shown.add_argument("--json", action="store_true", help="write JSON instead of TOML")

@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -132,12 +133,33 @@ def config_files() -> list[Path]:
     return [path for path in (Path("/etc/sparkd/config.toml"), home / "sparkd" / "config.toml") if path.exists()]
 
 
+#: Where a value that nobody gave comes from.
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and for each (section, key) its place: file and line, variable, flag, or `DEFAULT`."""
+
+    settings: Settings
+    origins: Mapping[tuple[str, str], str]
+
+
 def load(
     files: list[Path] | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[tuple[str, str], str] | None = None,
 ) -> Settings:
     """Merge files, environment and flags (later ones win). ConfigError names file and line, variable, or flag."""
+    return load_with_origins(files, environment, flags).settings
+
+
+def load_with_origins(
+    files: list[Path] | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[tuple[str, str], str] | None = None,
+) -> Loaded:
+    """As `load`, and where each value came from."""
     values: dict[str, dict[str, Any]] = {}
     origins: dict[tuple[str, ...], str] = {}
     if files is None:
@@ -157,9 +179,10 @@ def load(
         flag = f"--{section}-{key}".replace("_", "-")
         _set(values, origins, section, key, _parse(text, known[section, key], flag), f"flag {flag}")
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
         raise _explain(error, origins) from None
+    return Loaded(settings, {key: origins.get(key, DEFAULT) for key in known})
 
 
 def _set(

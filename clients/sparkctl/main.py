@@ -56,6 +56,10 @@ def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             from sparkctl import generate
 
             return generate.run(args, parser)
+        case "config":
+            from sparkctl import config
+
+            return config.run(args)
         case _:
             from sparkctl import tokenize
 
@@ -76,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_tokenize(commands)
     _add_inspect(commands)
+    _add_config(commands)
     return parser
 
 
@@ -164,3 +169,17 @@ def _add_tokenize(commands: _Commands) -> None:
     parser.add_argument("--special", action="store_true", help="control tokens spelled in the text become their ids")
     _add_connection(parser)
     _add_json(parser, "the ids")
+
+
+def _add_config(commands: _Commands) -> None:
+    parser = _command(
+        commands,
+        "config",
+        "show each setting, where its value came from, and what the running daemon goes by",
+        "  sparkctl config\n  SPARKD_CPU_THREADS=2 sparkctl config --json",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
+    )
+    _add_connection(parser)
+    _add_json(parser, "value, origin and running value of each setting")

@@ -96,3 +96,21 @@ def test_wrong_variables_are_refused_by_name(name: str, value: str, says: str) -
 def test_wrong_flags_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--limits-context: 'x' is not a whole number"):
         config.load([], {}, {("limits", "context"): "x"})
+
+
+def test_every_value_is_traced_to_file_and_line_variable_flag_or_default(tmp_path: Path) -> None:
+    first = write(tmp_path, "[cpu]\nthreads = 1\nisa = 'x86-64'\n")
+    (tmp_path / "user").mkdir()
+    second = write(tmp_path / "user", "limits.queue = 7\n[cpu]\n\nthreads = 2\n")
+    variables = {"SPARKD_LIMITS_SEQUENCES": "2", "SPARKD_KV_TYPE": "f32"}
+    loaded = config.load_with_origins([first, second], variables, {("kv", "type"): "f16"})
+    given = {key: origin for key, origin in loaded.origins.items() if origin != config.DEFAULT}
+    assert given == {
+        ("cpu", "threads"): f"{second}:4",
+        ("cpu", "isa"): f"{first}:3",
+        ("limits", "queue"): f"{second}:1",
+        ("limits", "sequences"): "environment variable SPARKD_LIMITS_SEQUENCES",
+        ("kv", "type"): "flag --kv-type",
+    }
+    assert set(loaded.origins) == {(section, key) for section, key, _ in config.keys()}  # noqa: SIM118
+    assert loaded.settings == config.load([first, second], variables, {("kv", "type"): "f16"})

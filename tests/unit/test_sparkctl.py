@@ -101,7 +101,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("usage: sparkctl")
 
 
-@pytest.mark.parametrize("command", ["status", "generate", "tokenize", "inspect"])
+@pytest.mark.parametrize("command", ["status", "generate", "tokenize", "inspect", "config"])
 def test_every_command_shows_an_example_in_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
@@ -161,6 +161,29 @@ def test_inspect_names_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.Ca
     assert main(["inspect", str(path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"sparkctl: {path}: ") and error.count("\n") == 1
+
+
+def test_config_shows_origins_and_how_the_running_daemon_differs(
+    fake_daemon: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKD_CPU_THREADS", "3")
+    monkeypatch.chdir(tmp_path)
+    path = Path("own.toml")
+    path.write_text("[kv]\ntype = 'f32'\n")
+    daemon = fake_daemon(status={"settings": {"cpu": {"threads": 2}, "kv": {"type": "f32"}}})
+    assert main(["config", "--config", str(path), "--socket", str(daemon.path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["cpu.threads", "3", "environment", "variable", "SPARKD_CPU_THREADS", "2"] in rows
+    assert ["kv.type", '"f32"', f"{path}:2", "same"] in rows
+    assert main(["config", "--json", "--config", str(path), "--socket", str(daemon.path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["cpu.threads"] == {"value": 3, "from": "environment variable SPARKD_CPU_THREADS", "running": 2}
+
+
+def test_config_needs_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    none = str(tmp_path / "none.sock")
+    assert main(["config", "--json", "--config", os.devnull, "--socket", none]) == 0
+    assert json.loads(capsys.readouterr().out)["limits.queue"] == {"value": 256, "from": "default"}
 
 
 def test_text_from_elsewhere_cannot_steer_a_terminal() -> None:
