@@ -80,7 +80,7 @@ class Supervisor:
         notify: Notifier,
         read: Callable[[], Settings] | None,
     ) -> None:
-        """Bind the sockets; ConfigError when that is not possible. `read` gives the settings as they are written now."""
+        """Bind the sockets; ConfigError when that cannot be. `read` gives the settings as they are written now."""
         self._settings = settings
         self._plan = plan
         self._arena = arena
