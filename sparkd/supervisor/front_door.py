@@ -26,11 +26,12 @@ from sparkd import __version__
 from sparkd.config import LimitSettings
 from sparkd.errors import RequestError, SparkError, UnavailableError
 from sparkd.ipc import messages as m
-from sparkd.ipc.messages import Message
+from sparkd.ipc.messages import Json, Message
 from sparkd.supervisor import probation
 from sparkd.supervisor.admission import Served, check
 from sparkd.supervisor.fair_queue import FairQueue
 from sparkd.supervisor.journal import Entry
+from sparkd.supervisor.overview import list_clients, list_requests
 from sparkd.supervisor.requests import MAX_CREDIT, PROGRESS_S, Client, Request, Stage
 
 #: Seconds of silence after which an app counts as gone; apps ping about every quarter of it.
@@ -56,7 +57,7 @@ class Totals:
 
 
 class FrontDoor:
-    """All connections and requests. `to_clients`, `to_worker` and `status_asked` are for the caller to take."""
+    """All connections and requests. `to_clients`, `to_worker`, `status_asked`, `ended` are for the caller to take."""
 
     def __init__(self, limits: LimitSettings, served: Served, pid: int) -> None:
         self._limits = limits
@@ -79,6 +80,8 @@ class FrontDoor:
         self.to_worker: deque[Message] = deque()
         #: (peer, tag) of questions for the status document.
         self.status_asked: deque[tuple[bytes, int]] = deque()
+        #: Requests that are over, for the log.
+        self.ended: deque[Request] = deque()
 
     # ---- what the caller wants to know ----
 
@@ -106,6 +109,13 @@ class FrontDoor:
     def waiting_peers(self) -> list[bytes]:
         """Connections with open requests."""
         return [client.peer for client in self._clients.values() if client.requests]
+
+    def overview(self, now: float) -> dict[str, Json]:
+        """Connections and open requests, for the status document."""
+        return {
+            "clients": list_clients(self._clients.values(), self._requests.values(), now),
+            "open_requests": list_requests(self._requests.values(), now),
+        }
 
     # ---- apps ----
 
@@ -418,6 +428,7 @@ class FrontDoor:
         del self._requests[request.number]
         request.client.requests.discard(request.number)
         request.client.ended.append(request.number)
+        self.ended.append(request)
         if isinstance(request.end, m.Failed):
             self.totals.failed += 1
         elif isinstance(request.end, m.Finished) and request.end.reason != "cancelled":

@@ -126,6 +126,7 @@ def document(
             "cancelled": door.totals.cancelled,
             "output_tokens": door.totals.output_tokens,
         },
+        **door.overview(now),
         "speed": worker.get("speed", {}),
         "executor": worker.get("executor", {}),
         "calibration": {**calibrator, "dropped_steps": worker.get("dropped_steps", 0)} if calibrator else {},

@@ -29,7 +29,7 @@ from sparkd.ipc.memory import Region
 from sparkd.ipc.messages import Message
 from sparkd.ipc.sockets import CLIENT_MODE, Malformed, PeerGone, PeerSlow, Router
 from sparkd.store.planned import Plan
-from sparkd.supervisor import status
+from sparkd.supervisor import overview, status
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.children import ChildProcess, Children, Condition
 from sparkd.supervisor.front_door import FrontDoor
@@ -132,6 +132,7 @@ class Supervisor:
                 self._deliver(now)
                 self._judge(ready)
                 self._notify.status(self._line())
+                self._log_ended(now)
                 self._notify.alive(now)
         if self._failure is not None:
             raise self._failure
@@ -356,6 +357,10 @@ class Supervisor:
         while self._door.status_asked:
             reached = [child for child in self._children.running if child.condition is Condition.READY]
             job = self._rounds.ask(self._door.status_asked.popleft(), [child.role for child in reached], now)
+    def _log_ended(self, now: float) -> None:
+        while self._door.ended:
+            _log.info("request ended: %s", overview.line(self._door.ended.popleft(), now))
+
             if job is None:
                 continue
             for child in reached:
