@@ -1,8 +1,9 @@
-"""The helpers that start daemons lie with the integration tests."""
+"""Helpers of these tests lie beside them; those that start daemons, with the integration tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "integration")]
