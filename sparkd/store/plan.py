@@ -26,13 +26,14 @@ from sparkd.graph.state import StateLayout
 from sparkd.models import build_program
 from sparkd.residency.budget import GIB, Fit, Limit, Needs, Scope, tightest
 from sparkd.store.layout import PAGE, VERSION, ArenaLayout
-from sparkd.store.limits import host_limits
+from sparkd.store.limits import host_limits, pool_bytes
 from sparkd.store.planned import Plan
 
 #: Code, buffers and Python objects of all processes together, in bytes.
 PROCESSES = 512 << 20
 #: Rows of the largest step, which decides how many pages a sliding window spans.
 STEP_ROWS = 512
+_TOKENS = "tokenizer.ggml.tokens"
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -52,6 +53,7 @@ def model_name(model: ModelFile) -> str:
 def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None = None) -> Plan:
     """The plan for `settings`; BudgetError when it does not fit. `held`: see `host_limits`, which gives `limits`."""
     model, program = open_model(settings)
+    tokens = model.metadata.strings(_TOKENS) if _TOKENS in model.metadata else ()
     layout = ArenaLayout.of(program, model)
     needs = Needs(
         core=layout.core_bytes,
@@ -62,6 +64,8 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         slack=PROCESSES,
     )
     if limits is None:
+        if settings.memory.huge_pages == "auto" and pool_bytes() >= layout.total_bytes:
+            held = max(held, layout.total_bytes)
         limits = host_limits(settings.memory.host_gib, held)
     fit = tightest(needs, limits)
     if fit.missing:
@@ -72,7 +76,10 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         fingerprint=model.fingerprint,
         architecture=model.architecture,
         context=min(settings.limits.context, program.context),
-        vocab=program.vocab,
+        vocab=min(program.vocab, len(tokens)) if tokens else program.vocab,
+        longest_token=max((len(token.encode()) for token in tokens), default=0),
+        expert_layers=len(program.expert_layers),
+        experts=max((layer.experts for layer in program.expert_layers), default=0),
         notes=[*model.notes, *program.notes],
         arena=arena_name(model, layout),
         arena_bytes=layout.total_bytes,

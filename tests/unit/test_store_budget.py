@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings
 from sparkd.errors import BudgetError, ConfigError, ModelFileError
+from sparkd.ipc.mapping import HUGE_PAGE
 from sparkd.residency.budget import GIB, Limit, Needs, Scope, tightest
-from sparkd.store.limits import host_limits
+from sparkd.store import plan as plan_module
+from sparkd.store.limits import host_limits, pool_bytes
 from sparkd.store.plan import PROCESSES, make_plan, open_model, state_bytes
 
 NEEDS = Needs(core=2 * GIB, records=18 * GIB, headers=GIB // 64, directory=GIB // 64, state=GIB, slack=GIB // 2)
@@ -91,6 +94,72 @@ def test_reclaimable_cache_counts_as_free_so_that_a_second_load_works(tmp_path):
     }  # fmt: skip
     limits = _sizes(host_limits(0.0, root=_tree(tmp_path, files)))
     assert limits["memory.max of cgroup /sys/fs/cgroup/a"] == 9 * GIB
+
+
+def test_a_cgroup_that_would_be_slowed_down_is_limited_before_that(tmp_path):
+    files = _MEMINFO | _V2_MOUNT | {
+        "proc/self/cgroup": "0::/a",
+        "sys/fs/cgroup/a/memory.max": 10 * GIB,
+        "sys/fs/cgroup/a/memory.high": 7 * GIB,
+        "sys/fs/cgroup/a/memory.current": GIB,
+    }  # fmt: skip
+    limits = _sizes(host_limits(0.0, root=_tree(tmp_path, files)))
+    assert limits["memory.max of cgroup /sys/fs/cgroup/a"] == 9 * GIB
+    assert limits["memory.high of cgroup /sys/fs/cgroup/a"] == 6 * GIB
+
+
+def test_a_cgroup_that_uses_more_than_its_limit_leaves_less_than_nothing_and_nothing_fits(tmp_path):
+    files = _V2_MOUNT | {
+        "proc/self/cgroup": "0::/a",
+        "sys/fs/cgroup/a/memory.max": GIB,
+        "sys/fs/cgroup/a/memory.current": 3 * GIB,
+        "sys/fs/cgroup/a/memory.stat": "anon 1\n\nbroken\ninactive_file x\nactive_file 5 6",
+    }
+    fit = tightest(NEEDS, host_limits(0.0, root=_tree(tmp_path, files)))
+    assert (fit.limit.size, fit.missing) == (0, NEEDS.total)
+
+
+@pytest.mark.parametrize(
+    ("told", "name", "size"),
+    [
+        ("MemTotal: 100 kB\nMemAvailable: 40 kB", "MemAvailable)", 40 << 10),
+        ("MemTotal: 100 kB\nMemAvailable: 101 kB", "MemTotal; MemAvailable is even more)", 100 << 10),
+        ("MemTotal: 0 kB\nMemAvailable: 5 kB", "MemTotal; MemAvailable is even more)", 0),
+        ("MemTotal: 100 kB\nMemAvailable: 0 kB", "MemAvailable)", 0),
+        ("MemTotal: 0 kB\nMemAvailable: 0 kB", "MemAvailable)", 0),
+        ("MemAvailable: 7 kB", "MemAvailable)", 7 << 10),
+    ],
+)
+def test_more_free_memory_than_there_is_is_not_believed(tmp_path, told, name, size):
+    (limit,) = host_limits(0.0, root=_tree(tmp_path, {"proc/meminfo": told}))
+    assert limit.name.endswith(name)
+    assert limit.size == size
+
+
+@pytest.mark.parametrize("files", [{}, {"proc/meminfo": "MemAvailable:\nMemTotal: much"}])
+def test_a_machine_that_tells_nothing_needs_the_setting(tmp_path, files):
+    root = _tree(tmp_path, files)
+    with pytest.raises(BudgetError, match=r"tells how much memory there is; set memory\.host_gib"):
+        host_limits(0.0, root=root)
+    assert host_limits(1.0, root=root) == [Limit("memory.host_gib", GIB, Scope.ARENA)]
+
+
+@pytest.mark.parametrize(("free", "reserved", "pages"), [("8", "3", 5), ("8", "", 8), ("2", "3", 0), ("", "", 0)])
+def test_the_pool_of_huge_pages_has_what_is_free_and_not_reserved(tmp_path, free, reserved, pages):
+    folder = "sys/kernel/mm/hugepages/hugepages-2048kB"
+    files = {f"{folder}/free_hugepages": free, f"{folder}/resv_hugepages": reserved}
+    assert pool_bytes(_tree(tmp_path, files)) == pages * HUGE_PAGE
+    assert pool_bytes(tmp_path / "nowhere") == 0
+
+
+@pytest.mark.parametrize(("huge_pages", "pages", "counts"), [("auto", 1 << 20, 1), ("auto", 0, 0), ("off", 1 << 20, 0)])
+def test_an_arena_that_the_pool_has_room_for_takes_no_other_memory(model_path, monkeypatch, huge_pages, pages, counts):
+    settings = _settings(model_path("laguna-tiny-s1-q4_k_m"))
+    settings = settings.model_copy(update={"memory": MemorySettings(huge_pages=huge_pages)})
+    monkeypatch.setattr(plan_module, "host_limits", lambda host_gib, held: [Limit("limit", 99 * GIB + held)])
+    monkeypatch.setattr(plan_module, "pool_bytes", lambda: pages * HUGE_PAGE)
+    plan = make_plan(settings)
+    assert plan.limit_bytes == 99 * GIB + counts * plan.arena_bytes
 
 
 def test_an_arena_that_is_kept_is_no_new_need(tmp_path):
@@ -186,6 +255,26 @@ def test_a_limit_one_percent_below_the_need_is_refused_naming_need_limit_and_wha
     assert "GiB of weights would fit" in said
     assert "raise the limit by 0.0" in said
     assert f"({need - size} bytes)" in said
+
+
+def _bytes_read() -> int:
+    """All that this process has read so far, from the page cache or not."""
+    return int(re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)[1])
+
+
+def test_a_model_that_does_not_fit_is_refused_when_only_its_headers_have_been_read(model_path):
+    path = model_path("laguna-tinyk-s1-f32")
+    need = make_plan(_settings(path), limits=[Limit("enough", GIB)]).need_bytes
+    model, _ = open_model(_settings(path))
+    headers = sum(shard.data_offset for shard in model.shards)
+    piece = 1 << 20
+    assert model.tensor_bytes > 3 * (headers + piece)
+    before = _bytes_read()
+    with pytest.raises(
+        BudgetError, match=rf"needs .* \({need} bytes\) .* limit allows .* \({need * 99 // 100} bytes\)"
+    ):
+        make_plan(_settings(path), limits=[Limit("limit", need * 99 // 100)])
+    assert 0 < _bytes_read() - before < headers + piece
 
 
 def test_a_model_larger_than_host_gib_is_refused_with_need_and_limit(model_path):
