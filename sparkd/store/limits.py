@@ -59,7 +59,7 @@ def pool_bytes(root: Path = Path("/")) -> int:
 
 def _machine_limit(root: Path, held: int) -> Iterator[Limit]:
     """What the machine has free, and never more than it has: some virtual ones tell of more."""
-    told = dict(re.findall(r"^(\w+): +(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE))
+    told: dict[str, str] = dict(re.findall(r"^(\w+): +(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE))
     if "MemAvailable" not in told:
         return
     available = int(told["MemAvailable"]) * 1024 + held
@@ -118,7 +118,7 @@ def _left(folder: Path, name: str, version: _Version) -> int | None:
     if not limit.isdigit():
         return None
     usage = _read(folder / version.usage).strip()
-    stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat"), re.MULTILINE))
+    stat: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat"), re.MULTILINE))
     cache = sum(int(stat.get(reclaimable, 0)) for reclaimable in version.reclaimable)
     used = max(int(usage) - cache, 0) if usage.isdigit() else 0
     return int(limit) - used
