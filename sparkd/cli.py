@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from sparkctl.plain import one_line
 from sparkd import __version__
 from sparkd.config import Settings, keys, load, load_with_origins
 from sparkd.errors import ConfigError, SparkError
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SparkError as error:
-        print(f"sparkd: {error}", file=sys.stderr)
+        print(f"sparkd: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "  sparkd serve model.gguf\n  sparkd serve model-00001-of-00003.gguf --memory-host-gib 24 --cpu-threads 6",
     )
     serve.add_argument("model", nargs="?", metavar="MODEL", help="GGUF file, any part of a split set, or its folder")
-    serve.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for the sockets")
+    serve.add_argument("--run-dir", type=_path, metavar="DIR", help="folder for the sockets")
     _add_settings(serve)
     demo = _command(
         commands,
@@ -145,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("a path is not empty")
+    return Path(text)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -166,7 +173,7 @@ def _command(commands: _Commands, name: str, usage: str, summary: str, example: 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """One flag per setting; `sparkd.config` checks the values, so that every place refuses them alike."""
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
+        "--config", type=_path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
     )
     values = {int: "N", float: "X", bool: "true|false", str: "VALUE"}
     groups: dict[str, argparse._ArgumentGroup] = {}

@@ -208,8 +208,6 @@ def _read_file(path: Path, values: dict[str, dict[str, Any]], origins: dict[tupl
         values.setdefault(section, {})
         origins[(section,)] = _place(path, text, section, None)
         for key, value in body.items():
-            if isinstance(value, int) and not isinstance(value, bool) and (section, key, float) in set(keys()):
-                value = float(value)
             _set(values, origins, section, key, value, _place(path, text, section, key))
 
 
@@ -235,7 +233,10 @@ def _parse(text: str, kind: type, where: str) -> Any:
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        text.encode()
         return kind(text)
+    except UnicodeEncodeError:
+        raise ConfigError(f"{text!r} is not UTF-8", where=where) from None
     except (ValueError, KeyError):
         raise ConfigError(f"{text!r} is not a {_type_name(kind)}", where=where) from None
 

@@ -6,6 +6,9 @@ Impossible states raise built-in exceptions where they happen and keep their tra
 
 from __future__ import annotations
 
+#: Characters of a line; what a file or an app spells may be quoted in it.
+_LONGEST = 2000
+
 
 class SparkError(Exception):
     """A fault that a user can understand: `what` happened, `where` (file, key, byte offset), how to `fix` it."""
@@ -21,7 +24,8 @@ class SparkError(Exception):
 
     def __str__(self) -> str:
         line = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{line}; {self.fix}" if self.fix else line
+        line = f"{line}; {self.fix}" if self.fix else line
+        return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
 
 class ConfigError(SparkError):

@@ -38,7 +38,11 @@ def find_socket(environment: Mapping[str, str] | None = None) -> Path:
 
 def probe(path: Path) -> None:
     """ConnectionFailed if nobody listens at `path`. ZeroMQ's connect never fails; a plain one says what is wrong."""
-    if len(str(path).encode()) > _PATH_BYTES:
+    try:
+        length = len(str(path).encode())
+    except UnicodeEncodeError:
+        raise ConnectionFailed(f"{path}: a socket path is UTF-8; use another one") from None
+    if length > _PATH_BYTES:
         raise ConnectionFailed(f"{path}: a socket path has at most {_PATH_BYTES} bytes; use a shorter one")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(5.0)
@@ -51,6 +55,8 @@ def probe(path: Path) -> None:
 def _explain(path: Path, error: OSError) -> str:
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return f"no daemon at {path}: start one with 'sparkd serve MODEL', or name its socket in SPARKD_SOCKET_PATH"
+    if error.errno == errno.ECONNREFUSED and not path.is_socket():
+        return f"{path} is not a socket; the daemon says where its client socket lies when it starts"
     if error.errno == errno.ECONNREFUSED:
         return f"no daemon listens at {path} (it ended and left its socket): start one with 'sparkd serve MODEL'"
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -59,7 +59,8 @@ def encode(msg: Message, limit: int = MAX_BYTES) -> bytes:
     try:
         data: bytes = msgpack.packb({"v": VERSION, "t": msg.wire_name, **body}, use_bin_type=True)
     except (ValueError, TypeError, OverflowError) as error:
-        raise MessageError(f"{msg.wire_name}: cannot be packed: {error}"[:200]) from None
+        where = _culprit(body, msg.wire_name)
+        raise MessageError(f"{where}: cannot be packed: {error}"[:200]) from None
     if len(data) > limit:
         raise MessageError(f"{msg.wire_name}: message has {len(data)} bytes, the limit is {limit}")
     return data
@@ -89,6 +90,20 @@ def decode(data: bytes, limit: int = MAX_BYTES) -> Message:
     except MessageError as error:
         error.tag = tag if type(tag) is int else None
         raise
+
+
+def _culprit(value: Any, where: str) -> str:
+    """Name of the member, in maps within maps, that msgpack cannot say."""
+    members = value.items() if isinstance(value, dict) else ()
+    return next((_culprit(member, f"{where}.{name}") for name, member in members if not _packs(member)), where)
+
+
+def _packs(value: Any) -> bool:
+    try:
+        msgpack.packb(value, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError):
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

@@ -34,9 +34,9 @@ def read_text(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
     if not words and sys.stdin.isatty():
         parser.error("give a text, or pipe one into standard input")
     try:
-        return sys.stdin.read()
+        return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise SparkClientError(f"standard input is not {error.encoding} text: {error.reason}") from None
+        raise SparkClientError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _start(client: Client, args: argparse.Namespace, prompt: str) -> Stream:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from spark_client.errors import SparkClientError
+from sparkctl.plain import one_line
 from sparkd import __version__
 from sparkd.errors import SparkError
 
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (SparkClientError, SparkError) as error:
-        print(f"sparkctl: {error}", file=sys.stderr)
+        print(f"sparkctl: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -95,10 +97,34 @@ def _command(commands: _Commands, name: str, summary: str, example: str) -> argp
     )
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("a path is not empty")
+    return Path(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("the text is not UTF-8") from None
+    return text
+
+
 def _add_connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", type=Path, metavar="PATH", help="client socket of the daemon")
+    parser.add_argument("--socket", type=_path, metavar="PATH", help="client socket of the daemon")
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="S", help="seconds to wait for an answer (default: 10)"
+        "--timeout", type=_seconds, default=10.0, metavar="S", help="seconds to wait for an answer (default: 10)"
     )
 
 
@@ -138,9 +164,11 @@ def _add_generate(commands: _Commands) -> None:
         "  sparkctl generate --chat 'Who are you?'\n"
         "  sparkctl generate --chat --json < question.txt",
     )
-    parser.add_argument("prompt", nargs="*", help="the prompt (several words are joined); default: standard input")
+    parser.add_argument(
+        "prompt", nargs="*", type=_text, help="the prompt (several words are joined); default: standard input"
+    )
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
-    parser.add_argument("--system", metavar="TEXT", help="system message before it (with --chat)")
+    parser.add_argument("--system", type=_text, metavar="TEXT", help="system message before it (with --chat)")
     parser.add_argument("--think", action="store_true", help="let the model think first (with --chat)")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most output tokens (default: 256)")
     parser.add_argument(
@@ -151,7 +179,9 @@ def _add_generate(commands: _Commands) -> None:
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the best that sum up to P (default: 1, all)"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: drawn)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument(
+        "--stop", action="append", type=_text, default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
     parser.add_argument("--stats", action="store_true", help="tokens and speed on standard error at the end")
     _add_connection(parser)
@@ -165,7 +195,9 @@ def _add_tokenize(commands: _Commands) -> None:
         "show the token ids of a text",
         "  sparkctl tokenize 'Hello world'\n  sparkctl tokenize --json < file.txt",
     )
-    parser.add_argument("text", nargs="*", help="the text (several words are joined); default: standard input")
+    parser.add_argument(
+        "text", nargs="*", type=_text, help="the text (several words are joined); default: standard input"
+    )
     parser.add_argument("--special", action="store_true", help="control tokens spelled in the text become their ids")
     _add_connection(parser)
     _add_json(parser, "the ids")

@@ -18,3 +18,8 @@ def write_json(document: Any) -> None:
 def printable(text: object) -> str:
     r"""Text of unknown origin, unable to steer a terminal: control characters are spelled out (`\x1b`)."""
     return _STEERING.sub(lambda match: ascii(match[0])[1:-1], str(text))
+
+
+def one_line(text: object) -> str:
+    """As `printable`, without line ends."""
+    return printable(text).replace("\n", "\\n")

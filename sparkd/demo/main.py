@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from spark_client import Client, ConnectionFailed, RequestFailed, Stream
+from spark_client import Client, ConnectionFailed, RequestFailed, SparkClientError, Stream
 from sparkctl import status
 from sparkctl.plain import printable
 from sparkctl.tables import console
@@ -32,20 +32,27 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run(max_tokens: int) -> int:
-    """Give the tour; answers have `max_tokens` at most. UnavailableError when the daemon does not come up."""
+    """Give the tour; answers have `max_tokens` at most. UnavailableError when the daemon does not come up, or fails."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out = console()
     out.print(f"Serving the built-in model {MODEL.name} ({MODEL.stat().st_size / 1e6:.0f} MB).")
     out.print("It is tiny: it knows the form of its domains, and what it says is mostly wrong.", style="dim")
-    with tempfile.TemporaryDirectory(prefix="sparkd-") as folder, _daemon(Path(folder)) as client:
-        for number, prompt in enumerate(PROMPTS):
-            if number == 0 or PROMPTS[number - 1].domain != prompt.domain:
-                out.print()
-                out.rule(Text(prompt.domain), align="left", characters="─" if out.encoding == "utf-8" else "-")
-            _answer(out, client, prompt, max_tokens)
-        out.print()
-        status.show(client.status())
+    try:
+        with tempfile.TemporaryDirectory(prefix="sparkd-") as folder, _daemon(Path(folder)) as client:
+            _tour(out, client, max_tokens)
+    except SparkClientError as error:
+        raise UnavailableError(str(error)) from error
     return 0
+
+
+def _tour(out: Console, client: Client, max_tokens: int) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        if number == 0 or PROMPTS[number - 1].domain != prompt.domain:
+            out.print()
+            out.rule(Text(prompt.domain), align="left", characters="─" if out.encoding == "utf-8" else "-")
+        _answer(out, client, prompt, max_tokens)
+    out.print()
+    status.show(client.status())
 
 
 def _answer(out: Console, client: Client, prompt: Prompt, max_tokens: int) -> None:
@@ -71,7 +78,8 @@ def _daemon(folder: Path) -> Iterator[Client]:
     """A daemon with default settings in `folder`, and a client of it; both are gone afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPARKD_")}
     log = folder / "log"
-    serve = ["serve", str(MODEL), "--config", os.devnull, "--run-dir", str(folder)]
+    run_dir = folder / "run"
+    serve = ["serve", str(MODEL), "--config", os.devnull, "--run-dir", str(run_dir)]
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches the demo alone, which then stops the daemon in order.
         daemon = subprocess.Popen(
@@ -84,7 +92,7 @@ def _daemon(folder: Path) -> Iterator[Client]:
             preexec_fn=_end_with_parent,
         )
     try:
-        with _connect(folder / "client.sock", daemon, log) as client:
+        with _connect(run_dir / "client.sock", daemon, log) as client:
             yield client
     finally:
         daemon.terminate()

@@ -55,6 +55,10 @@ class RunDirectory:
     path: Path
 
     def __post_init__(self) -> None:
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError:
+            raise ConfigError("is not UTF-8", where=repr(str(self.path)), fix="choose another run directory") from None
         longest = max((self.control, self.store, self.calibrator, self.client), key=lambda p: len(os.fsencode(p)))
         length = len(os.fsencode(longest))
         if length > MAX_PATH:

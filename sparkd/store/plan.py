@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkd.config import Settings
-from sparkd.errors import BudgetError, ConfigError, SparkError
+from sparkd.errors import BudgetError, ConfigError, ModelFileError, SparkError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
@@ -42,6 +42,10 @@ def open_model(settings: Settings) -> tuple[ModelFile, Program]:
     if not settings.model.path:
         raise ConfigError("no model given", where="model.path", fix="name a .gguf file or a folder that holds one")
     model = ModelFile.open(Path(settings.model.path).expanduser().absolute())
+    try:
+        model.where.encode()
+    except UnicodeEncodeError:
+        raise ModelFileError("the name is not UTF-8", where=repr(model.where), fix="rename the file") from None
     return model, build_program(model, settings.numerics.yarn)
 
 

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shlex
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ class RunLock:
         self._sockets = (run_dir.control, run_dir.store, run_dir.calibrator, client)
         self._path = run_dir.path / _LOCK
         try:
+            _check_own(run_dir.path)
             run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open_to(group)
             self._fd = self._lock()
@@ -136,3 +138,15 @@ class RunLock:
         for path in self._sockets:
             if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
                 path.unlink()
+
+
+def _check_own(folder: Path) -> None:
+    """ConfigError for a folder that others use, /tmp or /run: as a run directory it would be closed to them."""
+    mode = folder.stat().st_mode if folder.is_dir() else 0
+    if not mode & 0o077:
+        return
+    others = next((path.name for path in folder.iterdir() if path.name != _LOCK and not path.is_socket()), None)
+    if others is not None or mode & (stat.S_ISVTX | stat.S_IWOTH):
+        what = f"holds other things ({others})" if others is not None else "is open to everybody"
+        fix = f"choose one of its own: --run-dir {shlex.quote(str(folder / 'sparkd'))}"
+        raise ConfigError(f"{what}, a run directory is closed to others", where=str(folder), fix=fix)

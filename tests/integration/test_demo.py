@@ -81,6 +81,14 @@ def test_the_demo_writes_no_control_codes_into_a_pipe(demo: str) -> None:
     assert not {c for c in demo if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160}
 
 
+def test_a_demo_that_the_daemon_refuses_ends_in_one_line() -> None:
+    command = [sys.executable, "-m", "sparkd.cli", "demo", "--max-tokens", "99999"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("sparkd: ") and "a request may have 2048" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_an_interrupted_demo_stops_its_daemon_and_exits_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sparkd.cli", "demo"]
     with subprocess.Popen(

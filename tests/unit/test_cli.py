@@ -65,6 +65,8 @@ def test_config_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "a.gguf", "--model-path", "b.gguf"], "flag --model-path: the model is named twice"),
         (["serve", "a.gguf", "--memory-vram-gib", "8"], "this version has no GPU worker"),
         (["config", "--config", "/nonexistent.toml"], "/nonexistent.toml: cannot be read: "),
+        (["serve", "\udcff.gguf"], "--model-path: '\\udcff.gguf' is not UTF-8"),
+        (["serve", "a.gguf", "--run-dir", "/\udcff"], "is not UTF-8; choose another run directory"),
     ],
 )
 def test_wrong_settings_are_one_line_and_exit_code_1(
@@ -75,7 +77,9 @@ def test_wrong_settings_are_one_line_and_exit_code_1(
     assert error.startswith("sparkd: ") and says in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve", "a", "b"], ["demo", "--max-tokens", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["serve", "a", "b"], ["demo", "--max-tokens", "0"], ["serve", "--run-dir", ""]]
+)
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -65,7 +65,7 @@ def test_the_prompt_may_come_from_standard_input(
     fake_daemon: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = fake_daemon()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from a\nfile"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a\nfile")))
     assert main(["generate", "--socket", str(daemon.path)]) == 0
     assert daemon.of(m.Generate)[0].prompt == "from a\nfile"
 
@@ -93,7 +93,50 @@ def test_without_a_daemon_one_line_names_the_path_and_the_command_to_start(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["generate", "--top-k", "x"], ["generate", "--think", "x"]])
+def test_input_that_is_not_utf8_is_refused_where_it_is_wrong(
+    fake_daemon: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert main(["generate", "--socket", str(fake_daemon().path)]) == 1
+    assert capsys.readouterr().err.startswith("sparkctl: standard input is not UTF-8: ")
+
+
+def test_numbers_too_large_for_the_protocol_are_named(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(fake_daemon().path)
+    for option, field in (("--max-tokens", "generate.max_tokens"), ("--seed", "generate.sampling.seed")):
+        assert main(["generate", "--socket", path, option, "9" * 30, "x"]) == 1
+        assert capsys.readouterr().err.startswith(f"sparkctl: {field}: cannot be packed: ")
+
+
+def test_what_a_file_is_called_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "\x1b[31m\nred.gguf")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and not control_codes(error)
+
+
+@pytest.mark.parametrize("path", [".", "file"])
+def test_a_path_that_is_no_socket_is_named(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main(["status", "--socket", path]) == 1
+    assert capsys.readouterr().err.startswith(f"sparkctl: {path} is not a socket")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nothing"],
+        ["generate", "--top-k", "x"],
+        ["generate", "--think", "x"],
+        *(["status", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "1e300", "x")),
+        *(["generate", *option, "x"] for option in (["--stop", "\udcff"], ["--system", "\udcff"], ["--socket", ""])),
+        ["generate", "\udcff"],
+        ["tokenize", "\udcff"],
+    ],
+)
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

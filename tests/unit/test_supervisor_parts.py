@@ -40,7 +40,7 @@ def test_a_run_directory_is_private_and_has_one_owner(tmp_path: Path) -> None:
 
 def test_what_a_dead_daemon_left_is_reclaimed(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    path.mkdir()
+    path.mkdir(mode=0o700)
     (path / "lock").write_text("4194304 1\n4194305 2 worker\nnonsense\n")
     for name in ("client.sock", "control.sock", "store.sock"):
         with socket.socket(socket.AF_UNIX) as stale:
@@ -49,6 +49,27 @@ def test_what_a_dead_daemon_left_is_reclaimed(tmp_path: Path) -> None:
     with lock(path):
         assert {p.name for p in path.iterdir()} == {"lock", "notes.txt"}
         assert (path / "lock").read_text().split()[0] == str(os.getpid())
+
+
+@pytest.mark.parametrize(("mode", "used"), [(0o755, True), (0o777, False), (0o1777, False), (0o750, True)])
+def test_a_folder_that_others_use_is_refused_and_stays_open_to_them(tmp_path: Path, mode: int, used: bool) -> None:
+    path = tmp_path / "shared"
+    path.mkdir()
+    path.chmod(mode)
+    if used:
+        (path / "notes.txt").write_text("somebody's own file")
+    before = sorted(path.iterdir())
+    with pytest.raises(ConfigError, match=f"--run-dir {path}/sparkd"):
+        lock(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert sorted(path.iterdir()) == before
+
+
+def test_an_empty_folder_of_ones_own_is_closed_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o755)
+    with lock(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
 def test_a_place_that_cannot_be_a_run_directory_is_named(tmp_path: Path) -> None:
