@@ -21,6 +21,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What daemons keep (profiles) goes into a folder of this run, not into the user's."""
+    os.environ.pop("STATE_DIRECTORY", None)
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def recipes() -> dict[str, dict]:
     """Every test model by name: architecture, preset, quantisation, seed, size, sha256."""

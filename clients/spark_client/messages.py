@@ -8,7 +8,7 @@
     supervisor ◄── ChildHello, ChildProgress, Ready, Heartbeat, Admitted, Prefilled, Produced, Done, Refused, Encoded,
                    StatusAnswer, ChildFailed ── child
     worker ── Attach, Stage, Release ──► store ── Attached, Staged ──► worker
-    worker ── Routed ──► calibrator ── Placement ──► store, worker
+    calibrator ── Placement ──► store, worker       (routed ids reach the calibrator through `ipc/routing`)
 
 A request of an app: Generate → Accepted (or Failed) → Progress* → Chunk* → Finished (or Failed). Chunks are sent only
 against credit, so that no token is ever dropped; `tag` is the app's own number for a reply, `request` the server's.
@@ -487,23 +487,6 @@ class Release:
     """Give a lease back."""
 
     lease: int
-
-
-@message("routed")
-class Routed:
-    """Routed ids of one step: `ids` is int16 [layers, rows, top_k], each below `experts` (those of the largest layer).
-
-    `layers` are the expert layers; `decode` has one byte per row, 1 where the row counts as decode, else 0.
-    """
-
-    step: int
-    model: str
-    layers: int
-    experts: int
-    rows: int
-    top_k: int
-    decode: bytes
-    ids: bytes
 
 
 @message("placement")

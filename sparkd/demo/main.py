@@ -77,6 +77,7 @@ def _ask(client: Client, prompt: Prompt, max_tokens: int) -> Stream:
 def _daemon(folder: Path) -> Iterator[Client]:
     """A daemon with default settings in `folder`, and a client of it; both are gone afterwards."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPARKD_")}
+    environment |= {"STATE_DIRECTORY": str(folder)}
     log = folder / "log"
     run_dir = folder / "run"
     serve = ["serve", str(MODEL), "--config", os.devnull, "--run-dir", str(run_dir)]

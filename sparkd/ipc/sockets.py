@@ -2,7 +2,6 @@
 
     control.sock     supervisor (Router) ◄─► children (Channel: dealer)
     store.sock       store (Router)      ◄─► workers (Channel: dealer)
-    calibrator.sock  calibrator (pull)   ◄── workers (push)
     client.sock      supervisor (Router) ◄─► apps
 
 Sending never blocks unless asked to and never drops: a peer that is gone or slow is an exception for the caller to
@@ -59,7 +58,7 @@ class RunDirectory:
             str(self.path).encode()
         except UnicodeEncodeError:
             raise ConfigError("is not UTF-8", where=repr(str(self.path)), fix="choose another run directory") from None
-        longest = max((self.control, self.store, self.calibrator, self.client), key=lambda p: len(os.fsencode(p)))
+        longest = max((self.control, self.store, self.client), key=lambda p: len(os.fsencode(p)))
         length = len(os.fsencode(longest))
         if length > MAX_PATH:
             raise ConfigError(
@@ -88,11 +87,6 @@ class RunDirectory:
     def store(self) -> Path:
         """Store and workers."""
         return self.path / "store.sock"
-
-    @property
-    def calibrator(self) -> Path:
-        """Workers to calibrator."""
-        return self.path / "calibrator.sock"
 
     @property
     def client(self) -> Path:
@@ -149,7 +143,7 @@ class Router:
 
 
 class Channel:
-    """A socket with one other side: DEALER or PUSH (connected), PULL (bound)."""
+    """A connected socket with one other side."""
 
     def __init__(self, socket: zmq.Socket[bytes], where: Path) -> None:
         self.socket = socket
@@ -162,20 +156,6 @@ class Channel:
         if identity:
             socket.setsockopt(zmq.ROUTING_ID, identity)
         socket.connect(f"ipc://{path}")
-        return Channel(socket, path)
-
-    @staticmethod
-    def push(context: zmq.Context[zmq.Socket[bytes]], path: Path, high_water: int = HIGH_WATER) -> Channel:
-        """Connect to a pull socket."""
-        socket = _socket(context, zmq.PUSH, high_water)
-        socket.connect(f"ipc://{path}")
-        return Channel(socket, path)
-
-    @staticmethod
-    def pull(context: zmq.Context[zmq.Socket[bytes]], path: Path, high_water: int = HIGH_WATER) -> Channel:
-        """Bind for many push sockets."""
-        socket = _socket(context, zmq.PULL, high_water)
-        _bind(socket, path, INTERNAL_MODE, -1)
         return Channel(socket, path)
 
     def send(self, msg: Message, wait_s: float = 0.0) -> None:

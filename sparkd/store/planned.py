@@ -10,7 +10,9 @@ class Plan:
     """The arena to make, what else is needed, and the limit that leaves least; sizes in bytes.
 
     `context` are the positions one request may have, `notes` what a reader of the log should know about the model.
-    `arena` names the arena's contents and layout: an arena of this name may be used as it is.
+    `vocab` counts the ids that mean something; one token is at most `longest_token` bytes of text (0: not known).
+    `expert_layers` have at most `experts` each. `arena` names the arena's contents and layout: an arena of this name
+    may be used as it is.
     """
 
     model: str
@@ -19,6 +21,9 @@ class Plan:
     architecture: str
     context: int
     vocab: int
+    longest_token: int
+    expert_layers: int
+    experts: int
     notes: list[str]
     arena: str
     arena_bytes: int

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sparkd.ipc.messages import Heartbeat, Json
@@ -56,10 +56,10 @@ class Condition(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ChildProcess:
-    """One role and the process that fills it now. `needs_arena`: the arena's descriptor is inherited."""
+    """One role and the process that fills it now. `inherits`: names of the regions whose descriptors it gets."""
 
     role: str
-    needs_arena: bool
+    inherits: tuple[str, ...]
     condition: Condition = Condition.DOWN
     process: subprocess.Popen[bytes] | None = None
     pidfd: int = -1
@@ -92,18 +92,20 @@ class Children:
         self,
         run_dir: RunDirectory,
         settings: str,
-        arena_fd: int,
-        calibrate: bool,
+        regions: Mapping[str, int],
         record: Callable[[Sequence[tuple[str, int]]], None],
     ) -> None:
-        """`settings` are those that new processes get; `record` notes role and process id of all that exist."""
+        """`settings` are those that new processes get; `record` notes role and process id of all that exist.
+
+        `regions` are descriptors by name: `arena`, and `routing` if there is to be a calibrator.
+        """
         self.settings = settings
         self._run_dir = run_dir
-        self._arena_fd = arena_fd
+        self._regions = regions
         self._record = record
-        roles = [ChildProcess("store", True), ChildProcess("worker", True)]
-        if calibrate:
-            roles.append(ChildProcess("calibrator", False))
+        roles = [ChildProcess("store", ("arena",)), ChildProcess("worker", ("arena", "routing"))]
+        if "routing" in regions:
+            roles.append(ChildProcess("calibrator", ("routing",)))
         self.by_role = {child.role: child for child in roles}
         self._stop_at: float | None = None
         self._looked: float | None = None
@@ -124,12 +126,11 @@ class Children:
         """Start a process for a role."""
         command = [sys.executable, "-P", "-m", _MODULES[child.role], "--run-dir", str(self._run_dir.path)]
         command += ["--settings", self.settings, "--parent", str(os.getpid())]
-        inherited: tuple[int, ...] = ()
-        if child.needs_arena:
-            command += ["--arena-fd", str(self._arena_fd)]
-            inherited = (self._arena_fd,)
+        inherited = {name: self._regions[name] for name in child.inherits if name in self._regions}
+        for name, fd in inherited.items():
+            command += [f"--{name}-fd", str(fd)]
         child.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=inherited, process_group=0
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=inherited.values(), process_group=0
         )
         child.pidfd = os.pidfd_open(child.process.pid)
         child.condition = Condition.STARTING

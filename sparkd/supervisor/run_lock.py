@@ -44,7 +44,7 @@ class RunLock:
         self.run_dir = run_dir
         self.client = client
         self.group = group
-        self._sockets = (run_dir.control, run_dir.store, run_dir.calibrator, client)
+        self._sockets = (run_dir.control, run_dir.store, client)
         self._path = run_dir.path / _LOCK
         try:
             _check_own(run_dir.path)

@@ -129,7 +129,7 @@ def document(
         **door.overview(now),
         "speed": worker.get("speed", {}),
         "executor": worker.get("executor", {}),
-        "calibration": {**calibrator, "dropped_steps": worker.get("dropped_steps", 0)} if calibrator else {},
+        "calibration": calibrator,
         "settings": settings.model_dump(),
         "reload": reload,
         "notes": plan.notes,

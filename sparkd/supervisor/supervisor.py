@@ -27,6 +27,7 @@ from sparkd.errors import SparkError
 from sparkd.ipc import messages as m
 from sparkd.ipc.memory import Region
 from sparkd.ipc.messages import Message
+from sparkd.ipc.routing import REGION_BYTES, RoutingRing
 from sparkd.ipc.sockets import CLIENT_MODE, Malformed, PeerGone, PeerSlow, Router
 from sparkd.store.planned import Plan
 from sparkd.supervisor import overview, status
@@ -92,10 +93,11 @@ class Supervisor:
         self._client = Router(
             context, lock.client, CLIENT_MODE, lock.group, _HIGH_WATER, max_bytes=m.MAX_BYTES, read_ahead=_READ_AHEAD
         )
-        served = Served(plan.model, plan.context, plan.vocab)
+        served = Served(plan.model, plan.context, plan.vocab, plan.longest_token)
         self._door = FrontDoor(settings.limits, served, os.getpid())
-        calibrate = settings.calibration.enabled
-        self._children = Children(lock.run_dir, settings.to_json(), arena.fd, calibrate, lock.record)
+        self._routing = _routing_ring(plan) if settings.calibration.enabled else None
+        regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})
+        self._children = Children(lock.run_dir, settings.to_json(), regions, lock.record)
         self._rounds = status.Rounds()
         self._lock: MemoryLock | None = None
         self._locking = False
@@ -130,9 +132,9 @@ class Supervisor:
                 self._probe_apps(now)
                 self._answer_status(now)
                 self._deliver(now)
+                self._log_ended(now)
                 self._judge(ready)
                 self._notify.status(self._line())
-                self._log_ended(now)
                 self._notify.alive(now)
         if self._failure is not None:
             raise self._failure
@@ -142,6 +144,8 @@ class Supervisor:
         self._children.kill()
         self._control.close()
         self._client.close()
+        if self._routing is not None:
+            self._routing.close()
         self._signals.close()
 
     def _wait(self) -> None:
@@ -353,14 +357,14 @@ class Supervisor:
             self._probed = now
             self._door.to_clients.extend((peer, m.Pong(0)) for peer in self._door.waiting_peers)
 
-    def _answer_status(self, now: float) -> None:
-        while self._door.status_asked:
-            reached = [child for child in self._children.running if child.condition is Condition.READY]
-            job = self._rounds.ask(self._door.status_asked.popleft(), [child.role for child in reached], now)
     def _log_ended(self, now: float) -> None:
         while self._door.ended:
             _log.info("request ended: %s", overview.line(self._door.ended.popleft(), now))
 
+    def _answer_status(self, now: float) -> None:
+        while self._door.status_asked:
+            reached = [child for child in self._children.running if child.condition is Condition.READY]
+            job = self._rounds.ask(self._door.status_asked.popleft(), [child.role for child in reached], now)
             if job is None:
                 continue
             for child in reached:
@@ -429,3 +433,10 @@ class Supervisor:
             self._locking = self._lock.advance()
             if not self._locking and self._lock.note:
                 _log.warning("%s", self._lock.note)
+
+
+def _routing_ring(plan: Plan) -> Region:
+    """The way from the worker to the calibrator."""
+    region = Region.create(REGION_BYTES, "sparkd-routing")
+    RoutingRing.create(region, plan.fingerprint, plan.expert_layers, plan.experts)
+    return region

@@ -31,13 +31,13 @@ from sparkd.ipc.messages import (
     Message,
     Ready,
     Reconfigure,
-    Routed,
     Run,
     StatusAnswer,
     StatusQuery,
     Timings,
 )
-from sparkd.ipc.sockets import Channel, PeerSlow
+from sparkd.ipc.routing import Routed, RoutingRing
+from sparkd.ipc.sockets import Channel
 from sparkd.kernels import available
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
@@ -53,8 +53,6 @@ from sparkd.worker.threads import count_threads
 _WORKER = 0
 _IDLE_S = 5.0
 _POLL_S = 0.05
-#: Steps of routed ids that may wait for the calibrator.
-_ROUTED_WAITING = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +74,13 @@ class WorkerServer:
     """One worker: waits for weights, then serves until told to stop."""
 
     def __init__(self, child: Child, given: ChildArguments) -> None:
-        """Map the arena and link to store and calibrator."""
+        """Map the arena and the routing ring, link to the store."""
         self._child = child
         self._settings = Settings.from_json(given.settings)
         self._region = Region.map(given.arena_fd)
         self._store = Channel.dealer(child.context, given.run_dir.store)
-        self._calibrator: Channel | None = None
-        if self._settings.calibration.enabled:
-            self._calibrator = Channel.push(child.context, given.run_dir.calibrator, _ROUTED_WAITING)
-        self._dropped_steps = 0
+        #: The way to the calibrator; None where there is none.
+        self._ring = None if given.routing_fd == -1 else RoutingRing(Region.map(given.routing_fd))
         self._desk: Desk | None = None
         self._parts: Parts | None = None
         #: Requests that were aborted while the desk still has them.
@@ -109,8 +105,6 @@ class WorkerServer:
         """End the text thread and the links."""
         if self._desk is not None:
             self._desk.close()
-        if self._calibrator is not None:
-            self._calibrator.close()
         self._store.close()
 
     # ---- until ready ----
@@ -220,16 +214,10 @@ class WorkerServer:
 
     def _report_routing(self, routing: Routing) -> None:
         """Hand a step's routing to the calibrator, or drop it whole and count that: decoding never waits for it."""
-        if self._calibrator is None or self._parts is None:
-            return
-        layers, rows, top_k = routing.ids.shape
-        experts = max((layer.experts for layer in self._parts.arena.program.expert_layers), default=0)
-        ids = np.ascontiguousarray(routing.ids, "<i2").tobytes()
-        msg = Routed(routing.step, self._parts.model, layers, experts, rows, top_k, routing.decode.tobytes(), ids)
-        try:
-            self._calibrator.send(msg)
-        except PeerSlow:
-            self._dropped_steps += 1
+        if self._ring is not None:
+            _, rows, top_k = routing.ids.shape
+            ids = np.ascontiguousarray(routing.ids, "<i2").tobytes()
+            self._ring.push(Routed(routing.step, rows, top_k, routing.decode.tobytes(), ids))
 
     # ---- status ----
 
@@ -243,7 +231,6 @@ class WorkerServer:
             "state_bytes": parts.size.bytes(layout),
             "state_used_bytes": parts.pool.used_bytes(),
             "running": engine.running,
-            "dropped_steps": self._dropped_steps,
             "speed": {
                 "prefill_tokens_s": engine.prefill.per_second,
                 "decode_tokens_s": engine.decode.per_second,

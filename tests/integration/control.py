@@ -33,13 +33,15 @@ class Control:
     heard: dict[bytes, list[Message]] = field(default_factory=dict)
     beats: dict[bytes, int] = field(default_factory=dict)
 
-    def start(self, role: str, settings: Settings, region: Region | None = None) -> subprocess.Popen:
+    def start(
+        self, role: str, settings: Settings, region: Region | None = None, *, routing: Region | None = None
+    ) -> subprocess.Popen:
         command = [sys.executable, "-m", f"sparkd.{role}.main", "--run-dir", str(self.run_dir.path)]
         command += ["--settings", settings.to_json(), "--parent", str(os.getpid())]
-        if region is not None:
-            command += ["--arena-fd", str(region.fd)]
-        pipe = subprocess.PIPE
-        child = subprocess.Popen(command, pass_fds=[region.fd] if region else [], stderr=pipe, text=True)
+        regions = {name: given.fd for name, given in (("arena", region), ("routing", routing)) if given is not None}
+        for name, fd in regions.items():
+            command += [f"--{name}-fd", str(fd)]
+        child = subprocess.Popen(command, pass_fds=regions.values(), stderr=subprocess.PIPE, text=True)
         self.children.append(child)
         return child
 

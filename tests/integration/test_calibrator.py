@@ -1,91 +1,165 @@
-"""The calibrator as a process: counts what workers routed, and survives what they should not have sent."""
+"""The calibrator as a process: counts what workers routed, keeps it, and survives what they should not have sent."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from control import PATIENCE_S, Control, control, settings_for
 
-from sparkd.ipc import messages
-from sparkd.ipc.messages import Ready, Routed
-from sparkd.ipc.sockets import Channel
+from sparkd.ipc.memory import Region
+from sparkd.ipc.messages import Ready
+from sparkd.ipc.routing import Routed, RoutingRing
+
+MODEL = "c0" * 32
 
 
 @pytest.fixture
-def link(tmp_path):
+def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     with control(tmp_path) as link:
         yield link
 
 
 @pytest.fixture
-def calibrator(link):
-    child = link.start("calibration", settings_for(""))
+def region() -> Iterator[Region]:
+    with Region.create(1 << 20, "sparkd-routing") as made:
+        RoutingRing.create(made, MODEL, layers=2, experts=8)
+        yield made
+
+
+@pytest.fixture
+def ring(region: Region) -> RoutingRing:
+    return RoutingRing(region)
+
+
+def start(link: Control, region: Region) -> tuple[subprocess.Popen, bytes]:
+    child = link.start("calibration", settings_for(""), routing=region)
     name = link.name("calibrator", child)
     link.wait(name, Ready)
     return child, name
 
 
-def _routed(ids: np.ndarray, decode: list[int], experts: int = 8, model: str = "m") -> Routed:
-    layers, rows, top_k = ids.shape
-    return Routed(1, model, layers, experts, rows, top_k, bytes(decode), ids.astype("<i2").tobytes())
+def routed(ids: list, decode: list[int]) -> Routed:
+    array = np.array(ids, "<i2")
+    _, rows, top_k = array.shape
+    return Routed(1, rows, top_k, bytes(decode), array.tobytes())
 
 
-def _status(link: Control, name: bytes, messages_taken: int) -> dict:
-    """The status once so many messages were taken."""
+ONE = [[[0, 1]], [[2, 3]]]
+
+
+def status_after(link: Control, name: bytes, steps: int) -> dict:
+    """The status once so many steps were taken."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         status = link.status(name)
-        if status["steps"] + status["refused"] == messages_taken:
+        if status["steps"] + status["refused"] == steps:
             return status
         assert time.monotonic() < deadline, status
 
 
-def test_routed_ids_are_counted_by_layer_expert_and_kind(link, calibrator):
-    _, name = calibrator
-    assert link.status(name) == {"model": "", "steps": 0, "refused": 0}
-    worker = Channel.push(link.context, link.run_dir.calibrator)
-    ids = np.array([[[0, 1], [0, 2], [7, 0]], [[3, 4], [4, 3], [5, 6]]])
+def test_routed_ids_are_counted_by_layer_expert_and_kind(link: Control, region: Region, ring: RoutingRing) -> None:
+    _, name = start(link, region)
+    before = link.status(name)
+    assert (before["steps"], before["refused"], before["dropped_steps"]) == (0, 0, 0)
     for _ in range(2):
-        worker.send(_routed(ids, [1, 0, 1]))
-    status = _status(link, name, 2)
-    assert status["model"] == "m"
+        ring.push(routed([[[0, 1], [0, 2], [7, 0]], [[3, 4], [4, 3], [5, 6]]], [1, 0, 1]))
+    status = status_after(link, name, 2)
     assert status["decode"]["counts"] == [[4, 2, 0, 0, 0, 0, 0, 2], [0, 0, 0, 2, 2, 2, 2, 0]]
     assert status["prefill"]["counts"] == [[2, 0, 2, 0, 0, 0, 0, 0], [0, 0, 0, 2, 2, 0, 0, 0]]
     assert (status["decode"]["rows"], status["prefill"]["rows"]) == (4, 2)
     assert status["decode"]["busiest_quarter"] == [0.75, 0.5]
 
 
-def test_what_cannot_be_is_refused_and_counting_goes_on(link, calibrator):
-    child, name = calibrator
-    worker = Channel.push(link.context, link.run_dir.calibrator)
-    good = np.array([[[0, 1]]])
-    worker.send(_routed(good, [1]))
-    worker.socket.send(b"\xc1")
-    worker.send(messages.Stop())
-    worker.send(_routed(np.array([[[0, 8]]]), [1]))
-    worker.send(_routed(np.array([[[3, 3]]]), [1]))
-    worker.send(_routed(good, [1, 1]))
-    worker.send(Routed(1, "m", -1, 8, -1, 2, b"", b"1234"))
-    worker.send(Routed(1, "m", 1 << 40, 1 << 40, 0, 0, b"", b""))
-    worker.send(_routed(good, [1]))
-    status = _status(link, name, 9)
-    assert (status["steps"], status["refused"]) == (2, 7)
-    assert status["decode"]["counts"] == [[2, 2, 0, 0, 0, 0, 0, 0]]
+def test_steps_that_came_before_the_calibrator_are_counted_too(
+    link: Control, region: Region, ring: RoutingRing
+) -> None:
+    for _ in range(100):
+        ring.push(routed(ONE, [1]))
+    _, name = start(link, region)
+    status = status_after(link, name, 100)
+    assert status["decode"]["counts"][0][:2] == [100, 100] and status["dropped_steps"] == 0
+
+
+def test_what_cannot_be_is_refused_and_counting_goes_on(link: Control, region: Region, ring: RoutingRing) -> None:
+    child, name = start(link, region)
+    ring.push(routed(ONE, [1]))
+    ring.push(routed([[[0, 8]], [[0, 1]]], [1]))
+    ring.push(routed([[[3, 3]], [[0, 1]]], [1]))
+    ring.push(routed([[[-1, 3]], [[0, 1]]], [1]))
+    ring.push(routed(ONE, [1]))
+    status = status_after(link, name, 5)
+    assert (status["steps"], status["refused"]) == (2, 3)
+    assert status["decode"]["counts"] == [[2, 2, 0, 0, 0, 0, 0, 0], [0, 0, 2, 2, 0, 0, 0, 0]]
+    words = region.view(0, 4096).cast("Q")
+    words[8] += 24
+    status = status_after(link, name, 6)
+    ring.push(routed(ONE, [1]))
+    assert status_after(link, name, 7)["steps"] == 3
     child.terminate()
     code, said = link.ended(child)
     assert code == 0
     assert "Traceback" not in said
-    assert said.count("dropped a message of a worker") == 7
+    assert said.count("dropped a step of a worker") == 3 and said.count("dropped what was in the ring") == 1
 
 
-def test_another_model_starts_its_own_counts(link, calibrator):
-    _, name = calibrator
-    worker = Channel.push(link.context, link.run_dir.calibrator)
-    worker.send(_routed(np.array([[[0, 1]]]), [1], model="one"))
-    worker.send(_routed(np.array([[[2, 1]]]), [0], model="two"))
-    status = _status(link, name, 2)
-    assert status["model"] == "two"
-    assert status["decode"]["rows"] == 0
-    assert status["prefill"]["counts"] == [[0, 1, 1, 0, 0, 0, 0, 0]]
+def test_counts_are_kept_over_an_orderly_end(link: Control, region: Region, ring: RoutingRing, tmp_path: Path) -> None:
+    child, name = start(link, region)
+    ring.push(routed(ONE, [1]))
+    status_after(link, name, 1)
+    ring.push(routed(ONE, [0]))
+    child.terminate()
+    assert link.ended(child)[0] == 0
+    assert [path.name for path in (tmp_path / "state" / "sparkd").iterdir()] == [f"{MODEL}.profile"]
+    _, name = start(link, region)
+    status = link.status(name)
+    assert (status["decode"]["rows"], status["prefill"]["rows"], status["steps"]) == (1, 1, 0)
+    assert status["profile"] == {"path": str(tmp_path / "state" / "sparkd" / f"{MODEL}.profile"), "note": ""}
+
+
+def test_a_damaged_profile_is_said_in_status_and_log_and_does_not_stop_the_daemon(
+    link: Control, region: Region, ring: RoutingRing, tmp_path: Path
+) -> None:
+    folder = tmp_path / "state" / "sparkd"
+    folder.mkdir(parents=True)
+    (folder / f"{MODEL}.profile").write_text("damaged")
+    child, name = start(link, region)
+    assert "set aside" in link.status(name)["profile"]["note"]
+    ring.push(routed(ONE, [1]))
+    status_after(link, name, 1)
+    child.terminate()
+    code, said = link.ended(child)
+    assert code == 0 and said.count("set aside") == 1
+    assert sorted(path.name for path in folder.iterdir()) == [f"{MODEL}.damaged", f"{MODEL}.profile"]
+
+
+def test_a_folder_that_cannot_be_used_is_said_and_counting_goes_on(
+    link: Control, region: Region, ring: RoutingRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "file"))
+    child, name = start(link, region)
+    ring.push(routed(ONE, [1]))
+    assert "Not a directory" in status_after(link, name, 1)["profile"]["note"]
+    child.terminate()
+    assert link.ended(child)[0] == 0
+
+
+def test_a_killed_calibrator_leaves_the_steps_it_had_not_dealt_with(
+    link: Control, region: Region, ring: RoutingRing
+) -> None:
+    child, name = start(link, region)
+    os.kill(child.pid, 19)
+    for _ in range(50):
+        ring.push(routed(ONE, [1]))
+    child.kill()
+    child.wait()
+    _, name = start(link, region)
+    assert status_after(link, name, 50)["decode"]["rows"] == 50

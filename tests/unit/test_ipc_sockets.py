@@ -107,32 +107,16 @@ def test_a_peer_that_does_not_read_is_reported_not_dropped(context, tmp_path):
     assert got == sent
 
 
-def test_a_push_into_a_full_queue_is_reported(context, tmp_path):
-    push = Channel.push(context, tmp_path / "nobody.sock", high_water=4)
-    with pytest.raises(PeerSlow, match=r"nobody\.sock"):
-        for _ in range(100):
-            push.send(Stop(), wait_s=0.01)
-
-
-def test_many_pushers_reach_one_puller(context, tmp_path):
-    pull = Channel.pull(context, tmp_path / "a.sock")
-    pushers = [Channel.push(context, tmp_path / "a.sock") for _ in range(3)]
-    for tag, push in enumerate(pushers):
-        push.send(Ping(tag))
-    assert {pull.receive(5.0).tag for _ in range(3)} == {0, 1, 2}
-
-
 def test_only_the_owner_reaches_internal_sockets_and_the_group_the_client_socket(context, tmp_path):
     umask = os.umask(0o022)
     try:
         Router(context, tmp_path / "internal.sock")
-        Channel.pull(context, tmp_path / "pull.sock")
         Router(context, tmp_path / "client.sock", mode=CLIENT_MODE, group=os.getgid())
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(umask)
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}
-    assert modes == {"internal.sock": 0o700, "pull.sock": 0o700, "client.sock": 0o660}
+    assert modes == {"internal.sock": 0o700, "client.sock": 0o660}
 
 
 def test_a_stale_socket_file_is_replaced(context, tmp_path):
@@ -159,13 +143,13 @@ def test_a_folder_that_is_missing_is_one_clear_line(context, tmp_path):
 
 
 def test_the_longest_socket_path_is_taken_and_one_more_is_refused(context, tmp_path):
-    room = 107 - len(os.fsencode(tmp_path / "x" / "calibrator.sock")) + 1
+    room = 107 - len(os.fsencode(tmp_path / "x" / "control.sock")) + 1
     fits = tmp_path / ("d" * room)
     fits.mkdir()
-    pull = Channel.pull(context, RunDirectory(fits).calibrator)
-    push = Channel.push(context, RunDirectory(fits).calibrator)
-    push.send(Stop())
-    assert pull.receive(5.0) == Stop()
+    router = Router(context, RunDirectory(fits).control)
+    dealer = Channel.dealer(context, RunDirectory(fits).control, b"x")
+    dealer.send(Stop())
+    assert _next(router) == (b"x", Stop())
     with pytest.raises(ConfigError, match="108 characters, a Unix socket allows 107; choose a shorter run directory"):
         RunDirectory(tmp_path / ("d" * (room + 1)))
 

@@ -1,0 +1,144 @@
+"""What was counted, kept over restarts: one file for each model, ids of experts and counts only.
+
+    sparkd-profile 1 SHA-256 of what follows
+    {"fingerprint": ..., "decode": {"rows": ..., "counts": [[...], ...]}, "prefill": {...}}
+
+A profile is replaced at once or not at all. One that cannot be read is set aside (its name gains `.damaged`), never
+used and never overwritten by the next; whoever loads is told why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparkd.calibration.counts import RoutingCounts
+
+VERSION = 1
+_MAGIC = "sparkd-profile"
+#: Longest file that is read: more than twice what the largest table of counts takes.
+_MAX_BYTES = 256 << 20
+#: Counts beyond this cannot have been counted.
+_MAX_COUNT = 1 << 62
+
+
+class DamagedError(ValueError):
+    """A profile is not what a daemon wrote: one line that says how."""
+
+
+def state_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """$STATE_DIRECTORY (systemd), else $XDG_STATE_HOME/sparkd, else ~/.local/state/sparkd; None without a home."""
+    given = environment.get("STATE_DIRECTORY", "").split(":")[0]
+    if given:
+        return Path(given)
+    if environment.get("XDG_STATE_HOME"):
+        return Path(environment["XDG_STATE_HOME"]) / "sparkd"
+    home = environment.get("HOME")
+    return Path(home) / ".local" / "state" / "sparkd" if home else None
+
+
+def profile_path(folder: Path, fingerprint: str) -> Path:
+    """Where the profile of a model lies."""
+    return folder / f"{fingerprint}.profile"
+
+
+def save(folder: Path, fingerprint: str, counts: RoutingCounts) -> None:
+    """Write the profile of a model. OSError, and the old one is still there, when that is not possible.
+
+    Daemons that share a folder take turns; BlockingIOError when another one is at it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    body = json.dumps({"fingerprint": fingerprint, **_tables(counts)}, separators=(",", ":")).encode()
+    head = f"{_MAGIC} {VERSION} {hashlib.sha256(body).hexdigest()}\n".encode()
+    path = profile_path(folder, fingerprint)
+    new = path.with_suffix(".new")
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _created(new) as file:
+            file.write(head + body)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def load(folder: Path, fingerprint: str, layers: int, experts: int) -> tuple[RoutingCounts, str]:
+    """The counts of a model, empty ones when there is no usable profile, and a note when there is a damaged one.
+
+    The damaged file is set aside. OSError when the folder cannot be used.
+    """
+    path = profile_path(folder, fingerprint)
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return RoutingCounts(layers, experts), ""
+    try:
+        return _counts(data, fingerprint, layers, experts), ""
+    except DamagedError as error:
+        aside = path.with_suffix(".damaged")
+        path.replace(aside)
+        return RoutingCounts(layers, experts), f"{path}: {error}; set aside as {aside.name}, counting begins anew"
+
+
+@contextlib.contextmanager
+def _created(path: Path) -> Any:
+    """A new file that its owner alone can read; gone again when writing it fails."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            yield file
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _tables(counts: RoutingCounts) -> dict[str, Any]:
+    return {
+        "decode": {"rows": counts.decode_rows, "counts": counts.decode.tolist()},
+        "prefill": {"rows": counts.prefill_rows, "counts": counts.prefill.tolist()},
+    }
+
+
+def _counts(data: bytes, fingerprint: str, layers: int, experts: int) -> RoutingCounts:
+    head, _, body = data.partition(b"\n")
+    words = head[:200].decode(errors="replace").split(" ")
+    if len(data) > _MAX_BYTES or len(words) != 3 or words[0] != _MAGIC:
+        raise DamagedError("this is no profile")
+    if words[1] != str(VERSION):
+        raise DamagedError(f"this daemon reads profiles of version {VERSION}, this one has {words[1][:20]!r}")
+    if words[2] != hashlib.sha256(body).hexdigest():
+        raise DamagedError("the checksum does not fit")
+    try:
+        content = json.loads(body)
+        if content["fingerprint"] != fingerprint:
+            raise DamagedError("it is the profile of another model")
+        counts = RoutingCounts(layers, experts)
+        counts.decode, counts.decode_rows = _table(content["decode"], layers, experts)
+        counts.prefill, counts.prefill_rows = _table(content["prefill"], layers, experts)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise error if isinstance(error, DamagedError) else DamagedError("it lacks what a profile has") from None
+    return counts
+
+
+def _table(content: Any, layers: int, experts: int) -> tuple[NDArray[np.uint64], int]:
+    table, rows = content["counts"], content["rows"]
+    if len(table) != layers or any(len(row) != experts for row in table):
+        raise DamagedError(f"its counts are not those of {layers} layers of {experts} experts")
+    if any(type(n) is not int or not 0 <= n < _MAX_COUNT for n in (rows, *(n for row in table for n in row))):
+        raise DamagedError("it holds what is no count")
+    return np.array(table, np.uint64), rows
