@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,8 @@ SOCKET_NAME = "client.sock"
 SYSTEM_SOCKET = Path("/run/sparkd") / SOCKET_NAME
 #: Longest path of a socket file on Linux.
 _PATH_BYTES = 107
+#: struct ucred: process, user, group.
+_CREDENTIALS = struct.Struct("=iII")
 
 
 def find_socket(environment: Mapping[str, str] | None = None) -> Path:
@@ -36,8 +39,11 @@ def find_socket(environment: Mapping[str, str] | None = None) -> Path:
     return SYSTEM_SOCKET if not own.exists() and SYSTEM_SOCKET.exists() else own
 
 
-def probe(path: Path) -> None:
-    """ConnectionFailed if nobody listens at `path`. ZeroMQ's connect never fails; a plain one says what is wrong."""
+def probe(path: Path) -> int:
+    """The process that listens at `path`, as the kernel knows it (0: outside of this process's sight).
+
+    ConnectionFailed when nobody does: ZeroMQ's connect never fails, a plain one says at once what is wrong.
+    """
     try:
         length = len(str(path).encode())
     except UnicodeEncodeError:
@@ -50,6 +56,8 @@ def probe(path: Path) -> None:
             probe.connect(str(path))
         except OSError as error:
             raise ConnectionFailed(_explain(path, error)) from None
+        (pid, _, _) = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return int(pid)
 
 
 def _explain(path: Path, error: OSError) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
+import signal
+import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from spark_client import Client
+from spark_client import Client, SparkClientError
 from sparkctl.plain import printable, write_json
 from sparkctl.tables import bar, console, duration, facts, size, strip, table
 
@@ -20,7 +26,9 @@ _COLOURS = {"ready": "green", "starting": "yellow", "loading": "yellow", "stoppi
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the status of the daemon."""
+    """Print the status of the daemon, once or over and over."""
+    if args.watch is not None:
+        return _watch(args)
     with Client(args.socket, timeout=args.timeout, name="sparkctl") as client:
         document = client.status()
     if args.json:
@@ -33,14 +41,56 @@ def run(args: argparse.Namespace) -> int:
 def show(document: Document, out: Console | None = None) -> None:
     """Print a status document."""
     out = out or console()
-    out.print(_headline(document))
-    out.print(facts(_facts(document)))
+    for part in _parts(document):
+        out.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _parts(document: Document) -> Iterator[Text | Table]:
+    yield _headline(document)
+    yield facts(_facts(document))
     if document.get("processes"):
-        out.print(_processes(document["processes"]))
+        yield _processes(document["processes"])
     if _part(document, "residency").get("layers"):
-        out.print(_residency(document))
+        yield _residency(document)
     for note in document.get("notes", ()):
-        out.print(Text(f"note: {printable(note)}"), soft_wrap=True)
+        yield Text(f"note: {printable(note)}")
+
+
+# ---- over and over ----
+
+
+def _watch(args: argparse.Namespace) -> int:
+    """Until Ctrl-C, which is how one leaves: exit code 0. A daemon that goes away is waited for."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with suppress(KeyboardInterrupt):
+        if args.json:
+            for document in _documents(args):
+                print(json.dumps(document, ensure_ascii=False), flush=True)
+        elif not sys.stdout.isatty():
+            for document in _documents(args):
+                show(document)
+                sys.stdout.flush()
+        else:
+            with Live(console=console(), screen=True, auto_refresh=False) as live:
+                for document in _documents(args):
+                    live.update(Group(*_parts(document)), refresh=True)
+    return 0
+
+
+def _documents(args: argparse.Namespace) -> Iterator[Document]:
+    """The status every `args.watch` seconds; where no daemon answers, one that says only that."""
+    while True:
+        try:
+            with Client(args.socket, timeout=args.timeout, name="sparkctl") as client:
+                while True:
+                    yield client.status()
+                    time.sleep(args.watch)
+        except SparkClientError as error:
+            yield {"state": "unreachable", "reason": str(error)}
+        time.sleep(args.watch)
+
+
+# ---- the parts ----
 
 
 def _part(document: Document, name: str) -> Document:
@@ -99,6 +149,9 @@ def _memory(memory: Document) -> Iterator[tuple[str, Text]]:
         if memory.get("lock_note"):
             locked.append(f": {printable(memory['lock_note'])}")
         yield "", locked
+    if memory.get("arena_bytes") and memory.get("huge_kind", "none") != "none":
+        huge = _of(memory["huge_bytes"], memory["arena_bytes"]).append(f" in huge pages ({memory['huge_kind']})")
+        yield "", huge.append(f": {printable(memory['huge_note'])}" if memory.get("huge_note") else "")
     if memory.get("state_bytes"):
         yield "", _of(memory.get("state_used_bytes", 0), memory["state_bytes"]).append(" for contexts in use")
 

@@ -67,13 +67,17 @@ class Reloader:
                 _change_group(place, found.settings.socket.group)
         except SparkError as error:
             _log.error("settings stay as they are: %s", error)
-            self.outcome = {"applied": [], "restart": [], "error": str(error)}
+            self._note([], [], str(error))
             return current
         _log.info("settings read again: %s", ", ".join(found.applied) or "nothing has changed that can")
         if found.restart:
             _log.warning("settings that need a restart: %s", ", ".join(found.restart))
-        self.outcome = {"applied": found.applied, "restart": found.restart, "error": ""}
+        self._note(found.applied, found.restart, "")
         return found.settings
+
+    def _note(self, applied: list[str], restart: list[str], error: str) -> None:
+        count = self.outcome.get("count", 0) + 1
+        self.outcome = {"count": count, "applied": applied, "restart": restart, "error": error}
 
 
 def group_id(name: str) -> int:

@@ -83,7 +83,20 @@ def test_a_refused_request_is_one_line_and_exit_code_1(fake_daemon: Start, capsy
     assert capsys.readouterr().err == "sparkctl: the prompt has 9 tokens, the limit is 8\n"
 
 
-@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["tokenize", "x"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["generate", "x"],
+        ["tokenize", "x"],
+        ["clients"],
+        ["requests"],
+        ["stop"],
+        ["drain"],
+        ["reload"],
+        ["logs"],
+    ],
+)
 def test_without_a_daemon_one_line_names_the_path_and_the_command_to_start(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +144,7 @@ def test_a_path_that_is_no_socket_is_named(
         ["nothing"],
         ["generate", "--top-k", "x"],
         ["generate", "--think", "x"],
+        ["status", "--watch", "0"],
         *(["status", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "1e300", "x")),
         *(["generate", *option, "x"] for option in (["--stop", "\udcff"], ["--system", "\udcff"], ["--socket", ""])),
         ["generate", "\udcff"],
@@ -144,7 +158,10 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("usage: sparkctl")
 
 
-@pytest.mark.parametrize("command", ["status", "generate", "tokenize", "inspect", "config"])
+@pytest.mark.parametrize(
+    "command",
+    ["status", "generate", "tokenize", "inspect", "config", "clients", "requests", "stop", "drain", "reload", "logs"],
+)
 def test_every_command_shows_an_example_in_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
