@@ -32,6 +32,7 @@ from sparkd.supervisor.admission import Served, check
 from sparkd.supervisor.fair_queue import FairQueue
 from sparkd.supervisor.journal import Entry
 from sparkd.supervisor.overview import list_clients, list_requests
+from sparkd.supervisor.questions import Questions
 from sparkd.supervisor.requests import MAX_CREDIT, PROGRESS_S, Client, Request, Stage
 
 #: Seconds of silence after which an app counts as gone; apps ping about every quarter of it.
@@ -39,8 +40,6 @@ LEASE_S = 20.0
 #: Seconds that output may wait for an app's credit.
 STALL_S = 60.0
 MAX_CLIENTS = 256
-#: Questions of all apps that wait for an answer.
-MAX_QUESTIONS = 256
 #: Memory of all open requests together: texts that wait to be tokenized, ids.
 HELD_BYTES = 128 << 20
 
@@ -68,7 +67,6 @@ class FrontDoor:
         self._queue: FairQueue[Request] = FairQueue()
         #: Requests that a lost worker ran; they wait before the queue.
         self._left: deque[Request] = deque()
-        self._questions: dict[int, tuple[bytes, int]] = {}
         self._last = 0
         self._told = 0.0
         self._worker = False
@@ -78,6 +76,7 @@ class FrontDoor:
         self.totals = Totals()
         self.to_clients: deque[tuple[bytes, Message]] = deque()
         self.to_worker: deque[Message] = deque()
+        self._questions = Questions(self.to_worker.append)
         #: (peer, tag) of questions for the status document.
         self.status_asked: deque[tuple[bytes, int]] = deque()
         #: Requests that are over, for the log.
@@ -158,7 +157,7 @@ class FrontDoor:
                 self._abandon(self._requests[number], None, now)
         self.to_clients = deque((p, msg) for p, msg in self.to_clients if p != peer)
         self.status_asked = deque((p, tag) for p, tag in self.status_asked if p != peer)
-        self._questions = {job: asked for job, asked in self._questions.items() if asked[0] != peer}
+        self._questions.gone(peer)
 
     def tick(self, now: float) -> None:
         """Let time pass: leases lapse, slow streams and late requests end."""
@@ -199,7 +198,7 @@ class FrontDoor:
         self._worker = False
         self._refusal = reason
         self.to_worker.clear()
-        self._fail_questions(reason)
+        self.to_clients.extend(self._questions.fail(reason))
         lost = self._at_worker()
         cause = probation.crashed([request.entry for request in lost])
         for request in lost:
@@ -222,7 +221,7 @@ class FrontDoor:
     def close(self, reason: str, now: float) -> None:
         """Nothing can be served any more: open requests end with `reason`, new ones are refused with it."""
         self._closed = reason
-        self._fail_questions(reason)
+        self.to_clients.extend(self._questions.fail(reason))
         for request in list(self._requests.values()):
             if request.stage is not Stage.ABORTING:
                 self._abandon(request, self._failed(request, "unavailable", reason, retry=True), now)
@@ -334,29 +333,19 @@ class FrontDoor:
         self._fill_seats(now)
 
     def _tokenize(self, client: Client, msg: m.Tokenize) -> None:
-        reason = self._closed or self._refusal or (None if self._worker else "the worker is not ready yet")
-        if reason is None and len(self._questions) >= MAX_QUESTIONS:
-            reason = f"{MAX_QUESTIONS} questions wait already"
-        if reason is not None:
-            return self._send(client.peer, m.Failed(msg.tag, None, UnavailableError.code, reason, retry=True))
-        self._last += 1
-        self._questions[self._last] = (client.peer, msg.tag)
-        self.to_worker.append(m.Encode(self._last, msg.text, msg.special))
+        try:
+            reason = self._closed or self._refusal or (None if self._worker else "the worker is not ready yet")
+            if reason is not None:
+                raise UnavailableError(reason)
+            self._last += 1
+            self._questions.ask(client.peer, msg, self._last)
+        except UnavailableError as error:
+            self._send(client.peer, m.Failed(msg.tag, None, error.code, str(error), retry=True))
 
     def _encoded(self, msg: m.Encoded) -> None:
-        asked = self._questions.pop(msg.job, None)
-        if asked is None:
-            return
-        peer, tag = asked
-        if msg.tokens is None:
-            self._send(peer, m.Failed(tag, None, "request", msg.error or "cannot be tokenized"))
-        else:
-            self._send(peer, m.Tokens(tag, msg.tokens))
-
-    def _fail_questions(self, reason: str) -> None:
-        for peer, tag in self._questions.values():
-            self._send(peer, m.Failed(tag, None, UnavailableError.code, reason, retry=True))
-        self._questions.clear()
+        answer = self._questions.answered(msg)
+        if answer is not None:
+            self.to_clients.append(answer)
 
     def _at_worker(self) -> list[Request]:
         return [r for r in self._requests.values() if r.stage in (Stage.RUNNING, Stage.ABORTING)]

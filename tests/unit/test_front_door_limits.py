@@ -11,6 +11,7 @@ from front_door_house import LIMITS, House
 from sparkd.ipc import messages as m
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.front_door import HELD_BYTES, FrontDoor
+from sparkd.supervisor.questions import MAX_CHARACTERS, MAX_QUESTIONS
 from sparkd.supervisor.requests import PROGRESS_S
 
 
@@ -186,3 +187,40 @@ def test_a_late_request_is_ended_with_the_limit_it_exceeded() -> None:
     house.door.tick(5.5)
     failed = house.heard(b"a")[-1]
     assert (failed.code, failed.request) == ("timeout", number) and "limits.timeout_s = 5" in failed.message
+
+
+def test_apps_take_turns_in_having_texts_tokenized_and_an_app_that_left_holds_up_nobody(house: House) -> None:
+    for tag in range(3):
+        house.door.receive(b"a", m.Tokenize(tag, f"a{tag}"), 0.0)
+    house.door.receive(b"b", m.Tokenize(0, "b0"), 0.0)
+    served = []
+    for _ in range(3):
+        (order,) = house.orders()
+        served.append(order.text)
+        house.worker(m.Encoded(order.job, [1]))
+    assert served == ["a0", "a1", "b0"]
+    house.door.gone(b"a", 0.0)
+    house.door.receive(b"b", m.Tokenize(7, "b7"), 0.0)
+    (order,) = house.orders()
+    house.worker(m.Encoded(order.job, [1]))
+    (order,) = house.orders()
+    assert order.text == "b7"
+    house.heard(b"b")
+    house.door.worker_lost("killed", 0.0)
+    (failed,) = house.heard(b"b")
+    assert (failed.tag, failed.retry) == (7, True)
+
+
+def test_texts_that_wait_to_be_tokenized_are_bounded_in_number_and_length(house: House) -> None:
+    long = "x" * (MAX_CHARACTERS // 4)
+    answers = []
+    for tag in range(8):
+        house.door.receive(b"a", m.Tokenize(tag, long), 0.0)
+        answers += house.heard(b"a")
+    assert [answer.tag for answer in answers] == [5, 6, 7]
+    assert all(answer.retry and str(MAX_CHARACTERS) in answer.message for answer in answers)
+    house = House.of_two()
+    for tag in range(MAX_QUESTIONS + 2):
+        house.door.receive(b"a", m.Tokenize(tag, "x"), 0.0)
+    (refused,) = house.heard(b"a")
+    assert refused.tag == MAX_QUESTIONS + 1 and refused.retry and str(MAX_QUESTIONS) in refused.message
