@@ -144,6 +144,6 @@ def direct_block(fd: int) -> int | None:
 
 
 def _words(identity: Identity) -> str:
-    return (
-        f"device {identity.device} inode {identity.inode} size {identity.size} modified {identity.mtime_ns / 1e9:.9f}"
-    )
+    seconds, nanoseconds = divmod(identity.mtime_ns, 10**9)
+    place = f"device {identity.device} inode {identity.inode}"
+    return f"{place} size {identity.size} modified {seconds}.{nanoseconds:09d}"

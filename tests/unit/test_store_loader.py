@@ -79,6 +79,10 @@ def test_slots_that_were_being_loaded_count_as_empty(path):
     assert one.arena.directory.entry(2, 5) == Entry(State.RESIDENT, entry.generation + 1, entry.slot)
 
 
+def _seconds(mtime_ns: int) -> str:
+    return f"{mtime_ns // 10**9}.{mtime_ns % 10**9:09d}"
+
+
 def _replace(path: Path) -> None:
     copy = path.with_suffix(".new")
     shutil.copy2(path, copy)
@@ -107,7 +111,7 @@ def test_a_file_that_changed_since_it_was_opened_is_refused_with_both_identities
     assert "\n" not in said
     assert str(path) in said
     for identity in (before, after):
-        assert f"inode {identity.inode} size {identity.size} modified {identity.mtime_ns / 1e9:.9f}" in said
+        assert f"inode {identity.inode} size {identity.size} modified {_seconds(identity.mtime_ns)}" in said
     assert one.loader.read == 0
     assert not one.arena.core_loaded
 

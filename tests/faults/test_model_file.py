@@ -1,0 +1,76 @@
+"""The model's file changes under a running daemon: what is loaded is served, what is not is refused in clear words."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from daemon import Daemon, alive, daemon, until
+
+NAME = "qwen35moe-tiny-s1-q4_k_m"
+
+
+@pytest.fixture
+def path(model_path: Callable[[str], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copy(model_path(NAME), tmp_path / f"{NAME}.gguf"))
+
+
+@pytest.fixture
+def served(path: Path, tmp_path: Path) -> Iterator[Daemon]:
+    with daemon(path, tmp_path / "run", limits={"context": 256}) as one:
+        yield one
+
+
+def _tokens(one: Daemon) -> list[int]:
+    with one.client() as client, client.generate(tokens=[5, 6, 7], max_tokens=8, ignore_eos=True) as stream:
+        stream.read()
+        return stream.tokens
+
+
+def _identity(path: Path) -> str:
+    found = path.stat()
+    seconds, nanoseconds = divmod(found.st_mtime_ns, 10**9)
+    return f"inode {found.st_ino} size {found.st_size} modified {seconds}.{nanoseconds:09d}"
+
+
+def _replace(path: Path) -> None:
+    copy = path.with_suffix(".new")
+    shutil.copy2(path, copy)
+    copy.rename(path)
+
+
+def _touch(path: Path) -> None:
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [_replace, _touch, _truncate])
+def test_a_changed_file_is_refused_with_both_identities_and_what_is_loaded_is_served_on(
+    served: Daemon, path: Path, change: Callable[[Path], None]
+) -> None:
+    before = _identity(path)
+    expected = _tokens(served)
+    change(path)
+    after = _identity(path)
+    assert _tokens(served) == expected
+    served.kill("store")
+
+    def refused() -> bool:
+        status = served.status()
+        return status["state"] == "degraded" and "is not the file" in status["reason"]
+
+    until(refused, served.said)
+    reason = served.status()["reason"]
+    assert f"{path}: is not the file that was opened first: now " in reason
+    assert before in reason and after in reason
+    assert "\n" not in reason
+    assert _tokens(served) == expected
+    pids = served.pids()
+    assert served.stop() == 0
+    until(lambda: not any(alive(pid) for pid in pids), served.said)
