@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,12 @@ def vectors_path() -> Callable[[str], Path]:
         pytest.skip(f"the vectors of {name} are not in this checkout")
 
     return find
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter; pytest's own are for one user alone."""
+    made = Path(tempfile.mkdtemp(prefix="sparkd-test-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)

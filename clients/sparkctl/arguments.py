@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_traffic(commands)
     _add_control(commands)
     _add_logs(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -197,6 +198,22 @@ def _text(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("the text is not UTF-8") from None
     return text
+
+
+def _add_doctor(commands: _Commands) -> None:
+    parser = _command(
+        commands,
+        "doctor",
+        "examine limits, memory, model, disk and the daemon; each finding with its fix",
+        "  sparkctl doctor model.gguf\n  sudo sparkctl doctor --user sparkd --json",
+    )
+    parser.add_argument("model", nargs="?", help="model file to examine (default: the setting, or what is served)")
+    parser.add_argument("--user", metavar="NAME", help="examine as this user, for example the service's (needs root)")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
+    )
+    _add_connection(parser)
+    _add_json(parser, "check, level (ok, warn, fail), what and fix of each finding")
 
 
 def _seconds(text: str) -> float:

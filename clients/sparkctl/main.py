@@ -65,6 +65,10 @@ def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             from sparkctl import control
 
             return {"stop": control.stop, "drain": control.drain, "reload": control.reload}[args.command](args)
+        case "doctor":
+            from sparkctl import doctor
+
+            return doctor.run(args)
         case "logs":
             from sparkctl import logs
 

@@ -160,7 +160,20 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     "command",
-    ["status", "generate", "tokenize", "inspect", "config", "clients", "requests", "stop", "drain", "reload", "logs"],
+    [
+        "status",
+        "generate",
+        "tokenize",
+        "inspect",
+        "config",
+        "clients",
+        "requests",
+        "stop",
+        "drain",
+        "reload",
+        "logs",
+        "doctor",
+    ],
 )
 def test_every_command_shows_an_example_in_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
