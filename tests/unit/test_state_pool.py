@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from described_models import Description, laguna, qwen
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -124,3 +127,43 @@ def test_a_window_bounds_what_a_long_sequence_holds(positions: int) -> None:
         most = max(most, int(np.count_nonzero(holding.tables[0] >= 0)))
         pool.trim(holding, min(start + CHUNK, positions))
     assert most <= (130 + CHUNK) // PAGE + 2
+
+
+def kv_bytes(describe: Callable[[], Description], positions: int, element: int = 2) -> int:
+    """State of one sequence of so many positions, in steps of up to 512 rows."""
+    state = StateLayout.of(describe().build(), element)
+    return PoolSize.worst_case(state, 1, positions, 512).bytes(state)
+
+
+def test_qwen_keeps_keys_and_values_of_ten_layers_and_one_record_of_state() -> None:
+    record = 65_863_680
+    for positions in (64, 8192, 262_144):
+        per_layer = positions * 2 * 2 * 256 * 2
+        assert kv_bytes(qwen, positions) == 10 * per_layer + record
+        assert kv_bytes(qwen, positions, element=4) == 2 * 10 * per_layer + record
+
+
+def test_laguna_keeps_all_positions_of_ten_layers_and_a_window_of_thirty() -> None:
+    per_layer = 8 * 128 * 2 * 2
+    window = (-(-(512 + 512 - 1) // PAGE) + 1) * PAGE
+    for positions in (2048, 8192, 262_144):
+        assert kv_bytes(laguna, positions) == per_layer * (10 * positions + 30 * window)
+    assert kv_bytes(laguna, 64) == per_layer * 40 * 64
+    all_layers = per_layer * 40 * 262_144
+    assert kv_bytes(laguna, 262_144) < 0.26 * all_layers
+
+
+@pytest.mark.parametrize("describe", [qwen, laguna])
+@pytest.mark.parametrize("positions", [1024, 8192])
+def test_as_many_sequences_are_admitted_as_were_budgeted_and_not_one_more(
+    describe: Callable[[], Description], positions: int
+) -> None:
+    state = StateLayout.of(describe().build(), 2)
+    pool = StatePool(state, PoolSize.worst_case(state, 3, 8192, 512), 512)
+    admitted = []
+    while (holding := pool.admit(positions)) is not None:
+        admitted.append(holding)
+        assert len(admitted) <= 3
+    assert len(admitted) == 3
+    pool.release(admitted.pop())
+    assert pool.admit(8192) is not None and pool.admit(1) is None
