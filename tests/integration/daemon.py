@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,19 +26,29 @@ NARROW = 4e-3
 class Daemon:
     """One daemon process and what it wrote. `settings`: section to {key: value}."""
 
+    #: What Python runs; subclasses may put something in between.
+    PROGRAM: Sequence[str] = ("-m", "sparkd.supervisor.main")
+
     def __init__(self, model: Path | str, run_dir: Path, **settings: dict[str, Any]) -> None:
         self.run_dir = run_dir
         self.socket = run_dir / "client.sock"
         self.log = run_dir.with_suffix(".log")
         given = {"model": {"path": str(model)}, "kv": {"type": "f32"}, "cpu": {"threads": 1}} | settings
-        self._command = [sys.executable, "-m", "sparkd.supervisor.main", "--run-dir", str(run_dir)]
-        self._command += ["--settings", Settings.model_validate(given).to_json()]
+        self.temporary = run_dir.with_suffix(".tmp")
+        self.temporary.mkdir(exist_ok=True)
+        self.environment = {**os.environ, "TMPDIR": str(self.temporary)}
+        self.command = [sys.executable, *self.PROGRAM, "--run-dir", str(run_dir)]
+        self.command += ["--settings", Settings.model_validate(given).to_json()]
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = self.launch(log)
         return self.process
+
+    def launch(self, log: BinaryIO) -> subprocess.Popen[bytes]:
+        """The daemon's process; subclasses may start it in other ways."""
+        return subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
 
     def client(self) -> Client:
         """A connection, as soon as there is something to connect to."""
