@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from daemon import Daemon, alive, until
 from holdings import Holdings, arena_holders, arena_inode
 from service_manager import Managed
@@ -21,8 +20,6 @@ from spark_client import Client, ConnectionFailed
 #: Tokens of each stream, and seconds in which one must come to its end whatever is killed.
 TOKENS = (700, 500)
 STREAM_S = 120.0
-#: Rows of all tests of this run, for the summary.
-TABLE: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 @dataclass
@@ -41,9 +38,7 @@ class Row:
     @staticmethod
     def heading() -> str:
         """Names of the columns."""
-        columns = (
-            f"{'killed':<11} {'kills':>5} {'streams':>8} {'lost':>5} {'pause p50':>10} {'max':>8} {'bytes read':>11}"
-        )
+        columns = "killed      kills  streams  lost  pause p50      max  bytes read"
         return f"{columns}        {Holdings.heading()}"
 
     def lines(self) -> list[str]:

@@ -52,7 +52,7 @@ class Managed(Daemon):
         super().__init__(model, run_dir, **settings)
 
     def launch(self, log: BinaryIO) -> subprocess.Popen[bytes]:
-        """As systemd starts a service: descriptors from 3 on, and variables that name the process they are meant for."""
+        """As systemd starts a service: descriptors from 3 on, and variables naming the process they are meant for."""
         with self._lock:
             kept = dict(self.kept)
         environment = self.environment | {
