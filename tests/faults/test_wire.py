@@ -154,3 +154,24 @@ def test_what_is_sent_before_hello_is_refused_too(served: Daemon) -> None:
             assert isinstance(refusal, messages.Failed) and refusal.code == "protocol" and refusal.message
     with served.client() as client:
         assert len(answer(client)) == 100
+
+
+def test_one_connection_can_neither_cancel_nor_feed_what_belongs_to_another(served: Daemon) -> None:
+    with served.client() as client, zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        alone = answer(client)
+        other.linger = 0
+        other.connect(f"ipc://{served.socket}")
+        other.send(messages.encode(messages.Hello([messages.VERSION], "other")))
+        assert isinstance(messages.decode(other.recv()), messages.Welcome)
+        with client.generate(tokens=PROMPT, max_tokens=100, ignore_eos=True, temperature=1.0, seed=7) as stream:
+            next(stream.events(PATIENCE_S))
+            for meddling in (messages.Cancel(stream.request), messages.Credit(stream.request, 5)):
+                other.send(messages.encode(meddling))
+            other.send(messages.encode(messages.Ping(9)))
+            refusal = messages.decode(other.recv())
+            assert isinstance(refusal, messages.Failed)
+            assert (refusal.request, refusal.code) == (stream.request, "request")
+            assert f"has no request {stream.request}" in refusal.message
+            assert messages.decode(other.recv()) == messages.Pong(9)
+            stream.read(PATIENCE_S)
+            assert (stream.tokens, stream.finish_reason) == (alone, "length")

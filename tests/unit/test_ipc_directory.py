@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,3 +116,62 @@ def test_a_reader_in_another_process_never_sees_a_record_before_its_bytes(region
         assert writer.is_alive() or directory.entry(0, 0).generation == rounds
     writer.join(10)
     assert writer.exitcode == 0
+
+
+SWAPS = 10_000
+_SLOTS, _RECORDS, _WIDTH = 4, 6, 64
+
+
+def _swap(fd: int, seed: int) -> None:
+    """Move records in and out at random: what leaves is taken back first, what comes is published when it is there."""
+    region = Region.map(fd)
+    directory, slots = Directory.attach(region, 0), region.array(32768, _SLOTS * _WIDTH, np.uint64)
+    chance = random.Random(seed)
+    resident: dict[int, int] = {}
+    for generation in range(1, SWAPS + 1):
+        record = chance.choice([record for record in range(_RECORDS) if record not in resident])
+        if len(resident) == _SLOTS:
+            leaving = chance.choice(list(resident))
+            directory.publish(0, leaving, Entry(State.ABSENT, 0, 0))
+            slot = resident.pop(leaving)
+        else:
+            slot = len(resident)
+        resident[record] = slot
+        directory.publish(0, record, Entry(State.LOADING, generation, slot))
+        slots[slot * _WIDTH : (slot + 1) * _WIDTH] = generation * _RECORDS + record
+        directory.publish(0, record, Entry(State.RESIDENT, generation, slot))
+
+
+def _watch(fd: int, last: Any, seen: Any) -> None:
+    """Read records until the last swap: one that is still published afterwards was read as its own whole bytes."""
+    region = Region.map(fd, writable=False)
+    directory, slots = Directory.attach(region, 0), region.array(32768, _SLOTS * _WIDTH, np.uint64)
+    newest, ended = [0] * _RECORDS, False
+    while not ended:
+        ended = last.is_set()
+        for record in range(_RECORDS):
+            before = directory.entry(0, record)
+            if before.state is State.RESIDENT:
+                found = slots[before.slot * _WIDTH : (before.slot + 1) * _WIDTH].tolist()
+                if directory.entry(0, record) == before:
+                    assert found == [before.generation * _RECORDS + record] * _WIDTH
+                    assert before.generation >= newest[record]
+                    newest[record] = before.generation
+                    seen.value += 1
+
+
+def test_readers_of_a_placement_that_is_swapped_ten_thousand_times_see_old_or_new_and_never_a_mixture(region):
+    Directory.create(region, 0, 1, _RECORDS)
+    processes = multiprocessing.get_context("fork")
+    last, counts = processes.Event(), [processes.Value("q", 0) for _ in range(3)]
+    readers = [processes.Process(target=_watch, args=(region.fd, last, count)) for count in counts]
+    for reader in readers:
+        reader.start()
+    try:
+        _swap(region.fd, 3)
+    finally:
+        last.set()
+        for reader in readers:
+            reader.join(60)
+    assert [reader.exitcode for reader in readers] == [0, 0, 0]
+    assert all(count.value > 0 for count in counts)
