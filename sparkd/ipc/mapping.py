@@ -17,7 +17,7 @@ from typing import Any
 #: Bytes of a huge page, of the pool as well as transparent.
 HUGE_PAGE = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 _HUGE_IN_SMAPS = re.compile(r"^(?:ShmemPmdMapped|Shared_Hugetlb|Private_Hugetlb): +(\d+) kB", re.MULTILINE)
 
@@ -51,10 +51,6 @@ class Mapping:
     def lock(self, offset: int, size: int) -> None:
         """Page-lock bytes; places that hold nothing yet are filled with zeros. OSError when the kernel refuses."""
         _check(_libc.mlock(self.address + offset, size), "mlock")
-
-    def advise_huge(self) -> None:
-        """Allow transparent huge pages here, where the system leaves that to programs."""
-        _check(_libc.madvise(self.address, self.size, _MADV_HUGEPAGE), "madvise")
 
     def make_huge(self, page: int) -> None:
         """Move what huge page number `page` of the mapping holds into one piece of memory. OSError when that fails.

@@ -4,7 +4,7 @@ The supervisor creates a region, maps it, and keeps the mapping for its whole li
 inherit. Nothing appears in a file system, so nothing is left behind when every process is gone.
 
 A region is made of huge pages of the system's pool (hugetlb) where that is wanted and the pool has enough; otherwise of
-ordinary pages, which `sparkd.store.pages` joins into transparent huge ones later.
+ordinary pages, which the supervisor joins into transparent huge ones once they are filled.
 """
 
 from __future__ import annotations

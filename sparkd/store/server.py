@@ -17,7 +17,6 @@ from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import LoadCancelled, Loader
-from sparkd.store.pages import HugePages
 from sparkd.store.plan import model_name, open_model
 from sparkd.store.service import StoreService
 
@@ -34,15 +33,12 @@ class StoreServer:
         """Lay out or adopt the arena and bind the socket. SparkError when the model is not what was planned."""
         self._child = child
         self._region = Region.map(given.arena_fd)
-        settings = Settings.from_json(given.settings)
-        arena = open_arena(self._region, settings)
+        arena = open_arena(self._region, Settings.from_json(given.settings))
         self._loader = Loader(arena)
         self._service = StoreService(arena, self._loader, model_name(arena.model))
         self._router = Router(child.context, given.run_dir.store)
         self._failure: BaseException | None = None
         self._loading = threading.Thread(target=self._load, name="load")
-        self._pages = HugePages(self._region, settings.memory.huge_pages == "auto")
-        self._joining = threading.Thread(target=self._pages.join, name="huge pages")
 
     def run(self) -> None:
         """Serve until told to stop, or until loading fails (SparkError)."""
@@ -60,10 +56,8 @@ class StoreServer:
     def close(self) -> None:
         """Stop loading, close the socket."""
         self._loader.cancel()
-        self._pages.cancel()
-        for thread in (self._loading, self._joining):
-            if thread.ident is not None:
-                thread.join()
+        if self._loading.ident is not None:
+            self._loading.join()
         self._router.close()
 
     def _load(self) -> None:
@@ -84,18 +78,10 @@ class StoreServer:
         if not loading:
             child.watch(None)
             child.send(Ready(child.role, self._status()))
-            self._joining.start()
         return not loading
 
     def _status(self) -> dict[str, Json]:
-        pages = self._pages
-        return {
-            **self._service.status(),
-            "reading": list(self._loader.reading),
-            "huge_bytes": pages.bytes,
-            "huge_kind": pages.kind,
-            "huge_note": pages.note,
-        }
+        return {**self._service.status(), "reading": list(self._loader.reading)}
 
     def _answer_workers(self) -> None:
         while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 from sparkd.ipc.memory import Region
@@ -17,35 +18,36 @@ _SMALLEST = 64 << 10
 
 
 class MemoryLock:
-    """`locked` bytes of a region are locked; `advance` locks the next piece; `note` says why it is not all.
+    """`locked` bytes of a region are locked; `note` says why it is not all. /proc is looked up under `root`."""
 
-    /proc is looked up under `root`.
-    """
-
-    def __init__(self, region: Region, root: Path = Path("/")) -> None:
+    def __init__(self, region: Region, wanted: bool, root: Path = Path("/")) -> None:
         self.locked = region.size if region.pooled else 0
         self.note = ""
         self._region = region
+        self._wanted = wanted and not region.pooled
         self._root = root
-        self._piece = _PIECE
+        if not region.pooled:
+            self.note = "locked once the weights are in place" if wanted else 'memory.lock is "off"'
+
+    def steps(self) -> Iterator[None]:
+        """Lock what the limits allow, one piece at a step, once the weights are in place."""
+        if not self._wanted:
+            return
         soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
-
-    def advance(self) -> bool:
-        """Lock one more piece; false when there is nothing left to do."""
-        size = min(self._piece, self._region.size - self.locked)
-        if size == 0:
-            return False
-        try:
-            self._region.mapping.lock(self.locked, size)
-        except OSError as error:
-            self._piece = size // 2 // _SMALLEST * _SMALLEST
-            if not self._piece:
-                self.note = self._explain(error)
-            return self._piece > 0
-        self.locked += size
-        return True
+        piece = _PIECE
+        while size := min(piece, self._region.size - self.locked):
+            try:
+                self._region.mapping.lock(self.locked, size)
+                self.locked += size
+            except OSError as error:
+                piece = size // 2 // _SMALLEST * _SMALLEST
+                if not piece:
+                    self.note = self._explain(error)
+                    return
+            yield
+        self.note = ""
 
     def _explain(self, error: OSError) -> str:
         """How much is locked, why no more, what that costs, and what to do."""

@@ -17,7 +17,7 @@ from sparkd.ipc.messages import Json
 from sparkd.store.planned import Plan
 from sparkd.supervisor.children import Children
 from sparkd.supervisor.front_door import FrontDoor
-from sparkd.supervisor.memlock import MemoryLock
+from sparkd.supervisor.holding import Holding
 
 #: Seconds a child has to answer.
 PATIENCE_S = 0.5
@@ -71,7 +71,7 @@ def document(
     plan: Plan,
     door: FrontDoor,
     children: Children,
-    lock: MemoryLock | None,
+    holding: Holding,
     loading: tuple[int, int],
     reload: dict[str, Json],
 ) -> dict[str, Json]:
@@ -97,11 +97,11 @@ def document(
             "arena_bytes": plan.arena_bytes,
             "core_bytes": plan.core_bytes,
             "records_bytes": plan.records_bytes,
-            "locked_bytes": lock.locked if lock is not None else 0,
-            "lock_note": lock.note if lock is not None else _unlocked(settings),
-            "huge_bytes": store.get("huge_bytes", 0),
-            "huge_kind": store.get("huge_kind", "none"),
-            "huge_note": store.get("huge_note", ""),
+            "locked_bytes": holding.lock.locked,
+            "lock_note": holding.lock.note,
+            "huge_bytes": holding.pages.bytes,
+            "huge_kind": holding.pages.kind,
+            "huge_note": holding.pages.note,
             "state_bytes": worker.get("state_bytes", plan.state_bytes),
             "state_used_bytes": worker.get("state_used_bytes", 0),
             "need_bytes": plan.need_bytes,
@@ -134,12 +134,6 @@ def document(
         "reload": reload,
         "notes": plan.notes,
     }
-
-
-def _unlocked(settings: Settings) -> str:
-    if settings.memory.lock == "off":
-        return 'memory.lock is "off"'
-    return "locked once the weights are in place"
 
 
 def _own_process(state: str) -> dict[str, Json]:

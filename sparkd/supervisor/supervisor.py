@@ -34,8 +34,8 @@ from sparkd.supervisor import overview, status
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.children import ChildProcess, Children, Condition
 from sparkd.supervisor.front_door import FrontDoor
+from sparkd.supervisor.holding import Holding
 from sparkd.supervisor.journal import Entry
-from sparkd.supervisor.memlock import MemoryLock
 from sparkd.supervisor.notify import Notifier
 from sparkd.supervisor.reload import Reloader
 from sparkd.supervisor.run_lock import RunLock
@@ -84,7 +84,6 @@ class Supervisor:
         """Bind the sockets; ConfigError when that cannot be. `read` gives the settings as they are written now."""
         self._settings = settings
         self._plan = plan
-        self._arena = arena
         self._place = lock
         self._notify = notify
         self._reloader = Reloader(read)
@@ -99,8 +98,7 @@ class Supervisor:
         regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})
         self._children = Children(lock.run_dir, settings.to_json(), regions, lock.record)
         self._rounds = status.Rounds()
-        self._lock: MemoryLock | None = None
-        self._locking = False
+        self._holding = Holding(arena, settings.memory)
         self._loading = (0, 0)
         self._token_made = False
         self._was_ready = False
@@ -128,7 +126,6 @@ class Supervisor:
                 self._listen(now)
                 self._children.tick(now)
                 self._door.tick(now)
-                self._lock_more()
                 self._probe_apps(now)
                 self._answer_status(now)
                 self._deliver(now)
@@ -142,6 +139,7 @@ class Supervisor:
     def close(self) -> None:
         """End what still runs, close the sockets."""
         self._children.kill()
+        self._holding.close()
         self._control.close()
         self._client.close()
         if self._routing is not None:
@@ -154,7 +152,7 @@ class Supervisor:
             poller.register(source, zmq.POLLIN)
         for child in self._children.running:
             poller.register(child.pidfd, zmq.POLLIN)
-        poller.poll(0 if self._locking else int(_TICK_S * 1000))
+        poller.poll(int(_TICK_S * 1000))
         self._signals.clear()
 
     def _heed_signals(self, now: float) -> None:
@@ -247,9 +245,8 @@ class Supervisor:
         _log.info("%s is ready (process %d)", child.role, child.pid)
         if not self._was_ready:
             self._notify.starting(_STARTING_S)
-        if child.role == "store" and self._settings.memory.lock == "auto" and self._lock is None:
-            self._lock = MemoryLock(self._arena)
-            self._locking = True
+        if child.role == "store":
+            self._holding.begin()
         self._tell(child, m.Reconfigure(self._children.settings))
         if child.role == "worker" and not self._token_made:
             ask = m.Generate(tag=_FIRST_TOKEN, tokens=[0], max_tokens=1, ignore_eos=True)
@@ -409,7 +406,7 @@ class Supervisor:
             self._plan,
             self._door,
             self._children,
-            self._lock,
+            self._holding,
             self._loading,
             self._reloader.outcome,
         )
@@ -427,12 +424,6 @@ class Supervisor:
         if self._door.totals.finished > self._finished:
             self._finished = self._door.totals.finished
             self._children.forgive()
-
-    def _lock_more(self) -> None:
-        if self._locking and self._lock is not None:
-            self._locking = self._lock.advance()
-            if not self._locking and self._lock.note:
-                _log.warning("%s", self._lock.note)
 
 
 def _routing_ring(plan: Plan) -> Region:

@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from sparkd.supervisor.memlock import MemoryLock
 
 GIB = 1 << 30
 ARENA = 3 * GIB
+NOBODY = 65534
 
 
 class Kernel:
@@ -51,8 +54,9 @@ def _swap(root: Path, size: int) -> Path:
     return root
 
 
-def _all(lock: MemoryLock) -> MemoryLock:
-    while lock.advance():
+def _locked(region: Region, root: Path = Path("/")) -> MemoryLock:
+    lock = MemoryLock(region, True, root)
+    for _ in lock.steps():
         pass
     return lock
 
@@ -61,7 +65,7 @@ def _all(lock: MemoryLock) -> MemoryLock:
 def test_what_the_limit_allows_is_locked_and_the_words_say_how_much_and_what_it_costs(kernel, tmp_path, limit):
     one = kernel(limit)
     with Region.create(ARENA) as region:
-        lock = _all(MemoryLock(region, _swap(tmp_path, 100)))
+        lock = _locked(region, _swap(tmp_path, 100))
     assert limit - (64 << 10) < lock.locked <= limit
     assert sum(size for _, size in one.locked) == lock.locked
     assert [offset for offset, _ in one.locked] == [sum(s for _, s in one.locked[:n]) for n in range(len(one.locked))]
@@ -76,7 +80,7 @@ def test_what_the_limit_allows_is_locked_and_the_words_say_how_much_and_what_it_
 def test_without_a_limit_all_is_locked_and_nothing_needs_to_be_said(kernel, tmp_path):
     kernel(1 << 60, told=resource.RLIM_INFINITY)
     with Region.create(ARENA) as region:
-        lock = _all(MemoryLock(region, tmp_path))
+        lock = _locked(region, tmp_path)
     assert (lock.locked, lock.note) == (ARENA, "")
 
 
@@ -84,16 +88,15 @@ def test_without_a_limit_all_is_locked_and_nothing_needs_to_be_said(kernel, tmp_
 def test_a_lock_that_fails_half_way_for_another_reason_ends_there_and_says_so(kernel, tmp_path, number):
     kernel(GIB, number, told=resource.RLIM_INFINITY)
     with Region.create(ARENA) as region:
-        lock = _all(MemoryLock(region, _swap(tmp_path, 100)))
+        lock = _locked(region, _swap(tmp_path, 100))
     assert lock.locked == GIB
     assert f"the kernel refuses more: {os.strerror(number)}" in lock.note
-    assert not lock.advance()
 
 
 def test_a_machine_without_swap_is_told_that_nothing_is_lost(kernel, tmp_path):
     kernel(0)
     with Region.create(ARENA) as region:
-        lock = _all(MemoryLock(region, _swap(tmp_path, 0)))
+        lock = _locked(region, _swap(tmp_path, 0))
     assert lock.locked == 0
     assert "this machine has no swap, so the rest stays in memory as well until there is some" in lock.note
 
@@ -102,8 +105,23 @@ def test_huge_pages_of_the_pool_need_no_lock(kernel, tmp_path):
     one = kernel(0)
     with Region.create(4096) as region:
         region.pooled = True
-        lock = _all(MemoryLock(region, tmp_path))
+        lock = _locked(region, tmp_path)
     assert (lock.locked, lock.note, one.locked) == (4096, "", [])
+
+
+def test_nothing_is_locked_where_that_is_not_wanted(kernel, tmp_path):
+    one = kernel(1 << 60)
+    with Region.create(4096) as region:
+        lock = MemoryLock(region, False, tmp_path)
+        assert list(lock.steps()) == []
+    assert (lock.locked, lock.note, one.locked) == (0, 'memory.lock is "off"', [])
+
+
+def test_before_the_weights_are_in_place_nothing_is_locked_and_that_is_said(kernel, tmp_path):
+    one = kernel(1 << 60)
+    with Region.create(4096) as region:
+        lock = MemoryLock(region, True, tmp_path)
+    assert (lock.locked, lock.note, one.locked) == (0, "locked once the weights are in place", [])
 
 
 def test_the_soft_limit_is_raised_as_far_as_it_goes(monkeypatch, tmp_path):
@@ -111,7 +129,7 @@ def test_the_soft_limit_is_raised_as_far_as_it_goes(monkeypatch, tmp_path):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1000, 5000))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append((kind, limits)))
     with Region.create(4096) as region:
-        MemoryLock(region, tmp_path)
+        next(MemoryLock(region, True, tmp_path).steps())
     assert raised == [(resource.RLIMIT_MEMLOCK, (5000, 5000))]
 
 
@@ -121,7 +139,35 @@ def test_locked_bytes_are_what_the_kernel_counts():
 
     before = counted()
     with Region.create(32 << 10) as region:
-        lock = _all(MemoryLock(region))
+        lock = _locked(region)
         assert counted() - before == lock.locked
         assert lock.locked == region.size or lock.note
     assert counted() == before
+
+
+@pytest.mark.parametrize("limit", [64 << 10, 1 << 20, 5 << 20])
+def test_as_much_is_locked_as_the_limit_allows_a_user_without_privileges(limit):
+    """In a process of its own: root may lock everything, whatever the limit."""
+    script = (
+        "import os, resource\n"
+        "from sparkd.ipc.memory import Region\n"
+        "from sparkd.supervisor.memlock import MemoryLock\n"
+        f"resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))\n"
+        f"if os.getuid() == 0: os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "lock = MemoryLock(Region.create(4 << 20), True)\n"
+        "for _ in lock.steps(): pass\n"
+        "print(lock.locked, lock.note)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    locked, _, note = done.stdout.strip().partition(" ")
+    assert min(limit, 4 << 20) - (128 << 10) <= int(locked) <= limit
+    assert (note == "") == (limit >= 4 << 20)
+    assert note == "" or str(limit) in note
+
+
+def test_the_whole_arena_is_locked_where_nothing_forbids_it():
+    if os.getuid() != 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] not in (-1, resource.RLIM_INFINITY):
+        pytest.skip("this user may not lock memory without limit")
+    with Region.create(4 << 20) as region:
+        lock = _locked(region)
+        assert (lock.locked, lock.note) == (4 << 20, "")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,39 +80,6 @@ def test_a_group_may_pass_through_to_the_client_socket_and_no_further(tmp_path: 
     with RunLock(run_dir, run_dir.client, group=os.getgid()):
         assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o710
         assert run_dir.path.stat().st_gid == os.getgid()
-
-
-@pytest.mark.parametrize("limit", [64 << 10, 1 << 20, 5 << 20])
-def test_as_much_is_locked_as_the_limit_allows(limit: int) -> None:
-    """In a process without privileges: root may lock everything, whatever the limit."""
-    script = (
-        "import os, resource\n"
-        "from sparkd.ipc.memory import Region\n"
-        "from sparkd.supervisor.memlock import MemoryLock\n"
-        f"resource.setrlimit(resource.RLIMIT_MEMLOCK, ({limit}, {limit}))\n"
-        f"if os.getuid() == 0: os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-        "lock = MemoryLock(Region.create(4 << 20))\n"
-        "while lock.advance(): pass\n"
-        "print(lock.locked, lock.note)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    locked, _, note = done.stdout.strip().partition(" ")
-    assert min(limit, 4 << 20) - (128 << 10) <= int(locked) <= limit
-    assert (note == "") == (limit >= 4 << 20)
-    assert note == "" or str(limit) in note
-
-
-def test_the_whole_arena_is_locked_where_nothing_forbids_it() -> None:
-    if os.getuid() != 0 and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] not in (-1, resource.RLIM_INFINITY):
-        pytest.skip("this user may not lock memory without limit")
-    from sparkd.ipc.memory import Region
-    from sparkd.supervisor.memlock import MemoryLock
-
-    with Region.create(4 << 20) as region:
-        made = MemoryLock(region)
-        while made.advance():
-            pass
-        assert (made.locked, made.note) == (4 << 20, "")
 
 
 @pytest.mark.parametrize("abstract", [False, True])

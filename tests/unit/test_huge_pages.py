@@ -16,18 +16,16 @@ from sparkd.errors import BudgetError
 from sparkd.ipc import mapping, memory
 from sparkd.ipc.mapping import HUGE_PAGE, Mapping
 from sparkd.ipc.memory import Region
-from sparkd.store.pages import HugePages
+from sparkd.supervisor.huge_pages import HugePages
 
 POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 SIZE = 4 * HUGE_PAGE
 
 
 def _joined(region: Region) -> HugePages:
-    """What a thread of its own makes of the region: the thread becomes less urgent for ever."""
     pages = HugePages(region, wanted=True)
-    thread = threading.Thread(target=pages.join)
-    thread.start()
-    thread.join()
+    for _ in pages.steps():
+        pass
     return pages
 
 
@@ -121,7 +119,7 @@ def test_a_filled_arena_keeps_every_byte(model_path):
         (errno.EACCES, "Permission denied"),
     ],
 )
-def test_what_the_kernel_refuses_half_way_is_told_and_costs_nothing_else(monkeypatch, caplog, number, said):
+def test_what_the_kernel_refuses_half_way_is_told_and_costs_nothing_else(monkeypatch, number, said):
     def refuse(self: Mapping, page: int) -> None:
         if page >= 1:
             raise OSError(number, os.strerror(number))
@@ -133,7 +131,6 @@ def test_what_the_kernel_refuses_half_way_is_told_and_costs_nothing_else(monkeyp
         pages = _joined(region)
         assert pages.bytes == HUGE_PAGE
         assert pages.note.startswith(f"{HUGE_PAGE} of {SIZE} bytes lie in huge pages: {said}")
-        assert pages.note in caplog.messages
         assert bytes(region.view(0, 7)) == b"weights"
 
 
@@ -154,18 +151,8 @@ def test_nothing_is_tried_where_it_is_not_wanted(monkeypatch):
     monkeypatch.setattr(Mapping, "make_huge", lambda self, page: pytest.fail("tried"))
     with Region.create(SIZE) as region:
         pages = HugePages(region, wanted=False)
-        pages.join()
+        assert list(pages.steps()) == []
         assert (pages.bytes, pages.kind, pages.note) == (0, "none", 'memory.huge_pages is "off"')
-
-
-def test_a_stop_ends_the_joining_soon(monkeypatch):
-    with Region.create(SIZE) as region:
-        pages = HugePages(region, wanted=True)
-        monkeypatch.setattr(Mapping, "make_huge", lambda self, page: pages.cancel())
-        thread = threading.Thread(target=pages.join)
-        thread.start()
-        thread.join()
-        assert pages.bytes == HUGE_PAGE
 
 
 def _free_pool_pages() -> int:
