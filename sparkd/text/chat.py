@@ -74,8 +74,9 @@ class ChatTemplate:
         """The prompt for these messages. `options` are the template's own variables (`enable_thinking` ...).
 
         No control token of the prompt comes from the messages, tools or options. Raises RequestError for messages that
-        break the rules or a bound, or that the template refuses.
+        break the rules or a bound, or that the template refuses; UnsupportedError for what it would not look at.
         """
+        self._check_known(options or {}, bool(tools))
         bounds = Bounds()
         request = {
             "messages": plain_messages(messages, bounds),
@@ -101,6 +102,15 @@ class ChatTemplate:
     def close(self) -> None:
         """End the process that renders."""
         self._renderer.close()
+
+    def _check_known(self, options: Mapping[str, Json], tools: bool) -> None:
+        known = self._renderer.variables
+        if tools and "tools" not in known:
+            raise UnsupportedError("the chat template of this model knows no tools", fix="send none")
+        unknown = next((name for name in options if name not in known and name not in _RESERVED), None)
+        if unknown is not None:
+            what = f"the chat template of this model has no option {unknown[:100]!r}"
+            raise UnsupportedError(what, fix=f"it has: {', '.join(sorted(known.difference(_RESERVED))) or 'none'}")
 
     def _text(self, index: int | None) -> str:
         return "" if index is None else self._tokenizer.text(index)

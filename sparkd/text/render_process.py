@@ -5,7 +5,7 @@ of processor time that ends the process: both hold whatever the template does, a
 
 Standard input is a socket. Each message, both ways, is one line, a JSON object:
 
-    {"template": source}                    →  {"literals": [constant texts]}
+    {"template": source}                    →  {"literals": [constant texts], "variables": [names it asks for]}
     {"variables": {...}}                    →  {"text": rendered}
     either                                  →  {"error": kind, "reason": text}
 
@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2.debug  # loaded lazily by jinja2 when a template fails, which may be when no memory is left
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -113,7 +113,8 @@ class Answerer:
 
     def _load(self, source: str) -> dict[str, Any]:
         self._template = self._environment.from_string(source)
-        return {"literals": literals(self._environment, source)}
+        asked = meta.find_undeclared_variables(self._environment.parse(source)) - self._environment.globals.keys()
+        return {"literals": literals(self._environment, source), "variables": sorted(asked)}
 
     def _render(self, variables: dict[str, Any]) -> dict[str, Any]:
         assert self._template is not None

@@ -55,10 +55,12 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         try:
-            #: The constant texts of the template.
-            self.literals: list[str] = self._start()["literals"]
+            told = self._start()
         except _Broken as error:
             raise ModelFileError(f"the chat template cannot be used: it {error}", where=where) from None
+        #: The constant texts of the template, and the names of all variables that it looks at.
+        self.literals: list[str] = told["literals"]
+        self.variables = frozenset(told["variables"])
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text for these variables (JSON values).
