@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt pyproject.toml $(shell find sparkd -name '*.cpp' -o -name '*.h')
+# One of these must be there: the one that CXX names, or else those that CMake looks for.
+COMPILERS := $(if $(filter default undefined,$(origin CXX)),c++ g++ clang++,$(firstword $(CXX)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: demo test lint soak clean toolchain
@@ -31,7 +33,7 @@ clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 toolchain:
-	@command -v $(firstword $(CXX)) c++ clang++ >/dev/null || { echo "sparkd: no C++ compiler found; install one, for example: apt install g++" >&2; exit 1; }
+	@for compiler in $(COMPILERS); do command -v $$compiler >/dev/null && exit 0; done; echo "sparkd: no C++ compiler found ($(COMPILERS)); install one, for example: apt install g++" >&2; exit 1
 	@command -v $(PYTHON) >/dev/null || { echo "sparkd: no $(PYTHON) found; sparkd needs Python 3.11 or newer, for example: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "sparkd: $(PYTHON) is older than 3.11; name another, for example: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "sparkd: $(PYTHON) has no venv module; install it, for example: apt install python3-venv" >&2; exit 1; }

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from sparkctl.plain import one_line
+from sparkctl import shell
 from sparkd import __version__
 from sparkd.config import Settings, keys, load, load_with_origins
 from sparkd.errors import ConfigError, SparkError
@@ -24,20 +23,7 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        code = _dispatch(args)
-        sys.stdout.flush()
-        return code
-    except SparkError as error:
-        print(f"sparkd: {one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return shell.run("sparkd", (SparkError,), lambda: _dispatch(_parser().parse_args(argv)))
 
 
 def _dispatch(args: argparse.Namespace) -> int:

@@ -6,36 +6,18 @@ Exit codes: 0 done, 1 failed (one line on standard error), 2 wrong usage, 130 in
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 
 from spark_client.errors import SparkClientError
+from sparkctl import shell
 from sparkctl.arguments import make_parser
-from sparkctl.plain import one_line
 from sparkd.errors import SparkError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = make_parser()
-    args = parser.parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    try:
-        code = _dispatch(args, parser)
-        sys.stdout.flush()
-        return code
-    except (SparkClientError, SparkError) as error:
-        print(f"sparkctl: {one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return shell.run("sparkctl", (SparkClientError, SparkError), lambda: _dispatch(parser.parse_args(argv), parser))
 
 
 def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import shlex
+import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,8 +39,8 @@ class RunLock:
         """Make the directory if need be, lock it, remove stale sockets. `client` is where the client socket will lie.
 
         With a `group` (an id; -1: none) its members may pass through to the client socket. ConfigError when the
-        directory cannot be used, UnavailableError naming the process id when a live daemon uses it, or when a process
-        of a dead one cannot be ended.
+        directory cannot be used, UnavailableError naming the process id when a live daemon uses it, when one answers
+        at the client socket, or when a process of a dead one cannot be ended.
         """
         self.run_dir = run_dir
         self.client = client
@@ -58,6 +59,7 @@ class RunLock:
                 fix="choose another: --run-dir",
             ) from None
         self._end_orphans()
+        self._refuse_live_client()
         self.record([])
         self._remove_sockets()
 
@@ -133,6 +135,19 @@ class RunLock:
                     where=str(self.run_dir.path),
                     fix="end it, or choose another run directory: --run-dir",
                 )
+
+    def _refuse_live_client(self) -> None:
+        """The client socket may lie outside of the run directory, where the lock does not guard it."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(self.client)) != 0:
+                return
+        self._path.unlink()
+        os.close(self._fd)
+        raise UnavailableError(
+            "another daemon answers at this socket",
+            where=str(self.client),
+            fix="stop it, or choose another socket.path",
+        )
 
     def _remove_sockets(self) -> None:
         for path in self._sockets:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -186,6 +187,22 @@ def test_the_python_of_the_readme_works(served: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=served, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(SPARK) and "finished: stop" in done.stdout and done.stdout.endswith("ready\n")
+
+
+def test_a_daemon_whose_standard_streams_are_closed_serves_like_any_other(tmp_path: Path) -> None:
+    model = ROOT / "sparkd" / "demo" / "spark-demo-laguna.gguf"
+    serve = [sys.executable, "-m", "sparkd.cli", "serve", str(model), "--config", os.devnull]
+    env = environment(SPARKD_RUN_DIR=str(tmp_path / "run"))
+    command = f"exec {shlex.join(serve)} <&- >&- 2>&-"
+    with subprocess.Popen(command, shell=True, env=env) as process:
+        while True:
+            assert process.poll() is None
+            with contextlib.suppress(ConnectionFailed), Client(tmp_path / "run" / "client.sock") as client:
+                if client.status()["state"] == "ready":
+                    break
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait() == 0
 
 
 def test_a_second_daemon_on_the_same_run_directory_is_refused_in_one_line(served: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -212,6 +213,26 @@ def test_a_reader_that_leaves_early_causes_no_complaint(fake_daemon: Start) -> N
         assert process.stderr.read() == b""
         assert process.wait() == 1
     assert len(daemon.wait_for(m.Cancel)) == 1
+
+
+@pytest.mark.parametrize("module", ["sparkctl", "sparkd.cli"])
+@pytest.mark.parametrize("redirections", ["<&- >&- 2>&-", "<&-", ">&-", "2>&-"])
+def test_closed_streams_lead_nowhere(module: str, redirections: str) -> None:
+    arguments = ["config", "--config", "/dev/null"] if module == "sparkd.cli" else ["inspect", str(DEMO_MODEL)]
+    command = f"{shlex.join([sys.executable, '-m', module, *arguments])} {redirections}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("module", ["sparkctl", "sparkd.cli"])
+def test_output_that_cannot_be_written_is_said_in_one_line(module: str) -> None:
+    arguments = ["config", "--config", "/dev/null"] if module == "sparkd.cli" else ["inspect", str(DEMO_MODEL)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_inspect_shows_what_the_file_holds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,18 @@ def test_an_empty_folder_of_ones_own_is_closed_to_others(tmp_path: Path) -> None
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
+def test_the_client_socket_of_another_daemon_is_left_alone(tmp_path: Path) -> None:
+    client = tmp_path / "apps.sock"
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(str(client))
+        live.listen()
+        with pytest.raises(UnavailableError, match=r"apps\.sock: another daemon answers"):
+            RunLock(RunDirectory(tmp_path / "run"), client)
+        assert client.is_socket()
+    with RunLock(RunDirectory(tmp_path / "run"), client):
+        assert not client.exists()
+
+
 def test_a_place_that_cannot_be_a_run_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/run.*--run-dir"):
