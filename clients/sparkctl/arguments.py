@@ -99,6 +99,20 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument("--system", type=_text, metavar="TEXT", help="system message before it (with --chat)")
     parser.add_argument("--think", action="store_true", help="let the model think first (with --chat)")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most output tokens (default: 256)")
+    _add_sampling(parser)
+    parser.add_argument(
+        "--stop", action="append", type=_text, default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    parser.add_argument(
+        "--deadline", type=_seconds, metavar="S", help="fail when it takes longer (default: the daemon's limit)"
+    )
+    parser.add_argument("--stats", action="store_true", help="tokens and speed on standard error at the end")
+    _add_connection(parser)
+    _add_json(parser, "text, tokens and figures, all at the end")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token each time (default: 0)"
     )
@@ -106,14 +120,46 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the best that sum up to P (default: 1, all)"
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="only those P times as likely as the best (default: 0, all)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="make what prompt or output hold less likely (default: 1, no)",
+    )
+    parser.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="make what the output holds less likely (default: 0, no)",
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="the same, by how often it is there (default: 0, no)",
+    )
+    parser.add_argument(
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        default=[],
+        metavar="ID=B",
+        help="make a token more likely, or less (B from -100 to 100); repeatable",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: drawn)")
     parser.add_argument(
-        "--stop", action="append", type=_text, default=[], metavar="TEXT", help="end before this text; repeatable"
+        "--logprobs", type=int, metavar="N", help="with --json: log probabilities of each token and the N best ones"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
-    parser.add_argument("--stats", action="store_true", help="tokens and speed on standard error at the end")
-    _add_connection(parser)
-    _add_json(parser, "text, tokens and figures, all at the end")
 
 
 def _add_tokenize(commands: _Commands) -> None:
@@ -190,6 +236,14 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("a path is not empty")
     return Path(text)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, as in 17=-5") from None
 
 
 def _text(text: str) -> str:

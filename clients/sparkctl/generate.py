@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Generate and stream. Leaving early, also by Ctrl-C, cancels the request."""
     if not args.chat and (args.system is not None or args.think):
         parser.error("--system and --think need --chat")
+    if args.logprobs is not None and not args.json:
+        parser.error("--logprobs needs --json")
     prompt = read_text(args.prompt, parser)
     with Client(args.socket, timeout=args.timeout, name="sparkctl") as client, _start(client, args, prompt) as stream:
         if args.json:
@@ -44,10 +47,17 @@ def _start(client: Client, args: argparse.Namespace, prompt: str) -> Stream:
         "temperature": args.temperature,
         "top_k": args.top_k,
         "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "presence_penalty": args.presence_penalty,
+        "frequency_penalty": args.frequency_penalty,
+        "logit_bias": dict(args.logit_bias),
         "seed": args.seed,
+        "logprobs": args.logprobs,
         "stop": args.stop,
         "max_tokens": args.max_tokens,
         "ignore_eos": args.ignore_eos,
+        "timeout_s": args.deadline,
     }
     if not args.chat:
         return client.generate(prompt, **sampling)
@@ -70,6 +80,7 @@ def _write(stream: Stream) -> None:
 
 def _document(stream: Stream) -> dict[str, object]:
     assert stream.usage is not None and stream.timings is not None
+    told = {"logprobs": [dataclasses.asdict(choice) for choice in stream.choices]} if stream.choices else {}
     return {
         "text": stream.text,
         "tokens": stream.tokens,
@@ -82,6 +93,8 @@ def _document(stream: Stream) -> dict[str, object]:
             "prefill_s": stream.timings.prefill_s,
             "decode_s": stream.timings.decode_s,
         },
+        "hit_rate": stream.hit_rate,
+        **told,
     }
 
 

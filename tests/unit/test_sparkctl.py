@@ -40,6 +40,18 @@ def test_generate_streams_the_text_to_standard_output(fake_daemon: Start, capsys
     assert ask.sampling == m.Sampling(0.5, 3, 0.9, 7)
 
 
+def test_generate_offers_every_option_of_sampling(fake_daemon: Start) -> None:
+    daemon = fake_daemon()
+    changed = ["--repetition-penalty", "1.2", "--presence-penalty", "-0.5", "--frequency-penalty", "0.25"]
+    changed += ["--min-p", "0.1", "--logit-bias", "5=-3", "--logit-bias", "6=2.5"]
+    rest = ["--logprobs", "2", "--json", "--deadline", "30"]
+    assert main(["generate", "--socket", str(daemon.path), *changed, *rest, "x"]) == 0
+    (ask,) = daemon.of(m.Generate)
+    assert (ask.logprobs, ask.timeout_s) == (2, 30.0)
+    bias = [m.Bias(5, -3.0), m.Bias(6, 2.5)]
+    assert ask.sampling == m.Sampling(0.0, 0, 1.0, None, 0.1, 1.2, -0.5, 0.25, bias)
+
+
 def test_generate_as_json_tells_text_tokens_and_figures(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
     daemon = fake_daemon()
     assert main(["generate", "--socket", str(daemon.path), "--json", "Once"]) == 0
@@ -51,6 +63,7 @@ def test_generate_as_json_tells_text_tokens_and_figures(fake_daemon: Start, caps
         "seed": 42,
         "usage": {"prompt_tokens": 3, "output_tokens": 3},
         "timings": {"queued_s": 0.5, "prefill_s": 0.25, "decode_s": 2.0},
+        "hit_rate": None,
     }
 
 
@@ -144,6 +157,9 @@ def test_a_path_that_is_no_socket_is_named(
         [],
         ["nothing"],
         ["generate", "--top-k", "x"],
+        ["generate", "--logit-bias", "5", "x"],
+        ["generate", "--logprobs", "3", "x"],
+        ["generate", "--deadline", "-1", "x"],
         ["generate", "--think", "x"],
         ["status", "--watch", "0"],
         *(["status", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "1e300", "x")),
