@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from sparkd.residency.ring import Ring
-from sparkd.residency.slots import GENERATIONS, Record, Slot, SlotState
+from sparkd.residency.slots import GENERATIONS, Place, Record, Slot, SlotState
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Slab:
     def __init__(self, number: int, size: SlabSize, records: int) -> None:
         self.size = size
         self.full = size.holds(records)
-        self.slots = [Slot(number, n, n >= size.ordinary) for n in range(size.slots)]
+        self.slots = [Slot(number, Place(n, 0), n >= size.ordinary) for n in range(size.slots)]
         self.free = deque(self.slots[: size.ordinary])
         self.reserve = deque(self.slots[size.ordinary :])
         self.ring = Ring()
@@ -88,7 +88,7 @@ class Slab:
     def fill(self, slot: Slot, record: Record) -> None:
         """Begin a copy of `record` into a slot that was taken from `free` or `reserve`."""
         slot.turn(SlotState.COPYING)
-        slot.generation = (slot.generation + 1) % GENERATIONS
+        slot.place = Place(slot.place.slot, (slot.place.generation + 1) % GENERATIONS)
         slot.record = record
 
     def part(self, slot: Slot, state: SlotState) -> None:

@@ -22,7 +22,7 @@ what is resident in them is read without a lease. A restarted owner adopts what 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
 #: Generations wrap here: a directory word has 30 bits for them.
@@ -44,39 +44,38 @@ class Place:
     generation: int
 
 
-class SlotState(Enum):
+class SlotState(IntEnum):
     """What a slot is doing."""
 
-    FREE = "free"
-    COPYING = "copying"
-    CANCELLING = "cancelling"
-    COPIED = "copied"
-    RESIDENT = "resident"
-    DRAINING = "draining"
+    FREE = 0
+    COPYING = 1
+    CANCELLING = 2
+    COPIED = 3
+    RESIDENT = 4
+    DRAINING = 5
 
 
-_NEXT = {
-    SlotState.FREE: (SlotState.COPYING,),
-    SlotState.COPYING: (SlotState.COPIED, SlotState.CANCELLING, SlotState.FREE),
-    SlotState.CANCELLING: (SlotState.FREE,),
-    SlotState.COPIED: (SlotState.RESIDENT, SlotState.FREE),
-    SlotState.RESIDENT: (SlotState.DRAINING,),
-    SlotState.DRAINING: (SlotState.FREE,),
-}
+_NEXT = (
+    (SlotState.COPYING,),
+    (SlotState.COPIED, SlotState.CANCELLING, SlotState.FREE),
+    (SlotState.FREE,),
+    (SlotState.RESIDENT, SlotState.FREE),
+    (SlotState.DRAINING,),
+    (SlotState.FREE,),
+)
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
     """One slot. `record` is whose bytes it holds or gets; None while FREE, CANCELLING or DRAINING.
 
-    `generation` rises with every copy into the slot, so that slot and generation together never mean two fillings.
-    `leases` are the numbers of the leases on it; `hot`: its record is, or will be, of the hot set.
+    The generation in `place` rises with every copy into the slot, so that a place never means two fillings. `leases`
+    are the numbers of the leases on it; `hot`: its record is, or will be, of the hot set.
     """
 
     slab: int
-    number: int
+    place: Place
     reserve: bool
-    generation: int = 0
     state: SlotState = SlotState.FREE
     record: Record | None = None
     hot: bool = False
@@ -85,17 +84,12 @@ class Slot:
     def turn(self, state: SlotState) -> None:
         """Change state. RuntimeError when the diagram has no such arrow."""
         if state not in _NEXT[self.state]:
-            raise RuntimeError(f"slot {self.number} of slab {self.slab} cannot go from {self.state} to {state}")
+            raise RuntimeError(f"{self.place} of slab {self.slab} cannot go from {self.state.name} to {state.name}")
         self.state = state
-
-    @property
-    def place(self) -> Place:
-        """Number and generation."""
-        return Place(self.number, self.generation)
 
     @property
     def owner(self) -> Record:
         """The record. RuntimeError when there is none."""
         if self.record is None:
-            raise RuntimeError(f"slot {self.number} of slab {self.slab} is {self.state} and has no record")
+            raise RuntimeError(f"{self.place} of slab {self.slab} is {self.state.name} and has no record")
         return self.record

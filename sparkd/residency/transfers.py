@@ -409,7 +409,7 @@ class Residency:
     def _adopt(self, adopted: Adopted) -> None:
         for slab in self._slabs:
             for slot in slab.slots:
-                slot.generation = adopted.generation
+                slot.place = Place(slot.place.slot, adopted.generation)
                 slot.state = SlotState.DRAINING
             slab.returning = len(slab.free)
             slab.free.clear()
@@ -419,7 +419,7 @@ class Residency:
             if not 0 <= place.slot < slab.size.ordinary or slab.slots[place.slot].record is not None:
                 raise ValueError(f"{record} cannot be resident at {place}")
             slot = slab.slots[place.slot]
-            slot.generation, slot.state, slot.record = place.generation, SlotState.RESIDENT, record
+            slot.place, slot.state, slot.record = place, SlotState.RESIDENT, record
             slab.returning -= 1
             slab.ring.add(slot)
             self._homes[record] = slot
@@ -444,8 +444,8 @@ class Residency:
     def _under_way(self, copy: Copy) -> Slot:
         slot = self._slabs[copy.slab].slots[copy.place.slot]
         moving = slot.state in (SlotState.COPYING, SlotState.CANCELLING)
-        if not moving or slot.generation != copy.place.generation:
-            raise RuntimeError(f"{copy} is not under way: slot {slot.number} is {slot.state}, {slot.generation}")
+        if not moving or slot.place != copy.place:
+            raise RuntimeError(f"{copy} is not under way: the slot is {slot.state.name}, {slot.place}")
         return slot
 
 

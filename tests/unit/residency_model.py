@@ -30,7 +30,9 @@ class Step:
 
 @dataclass
 class Worker:
+    #: `missed` is set where the owner of now was not told that the worker is gone: it was another owner then.
     alive: bool = True
+    missed: bool = False
     begun: int = 0
     ended: int = 0
     running: list[Step] = field(default_factory=list)
@@ -151,14 +153,14 @@ class Tier:
     def attach(self, worker: int) -> None:
         one = self.workers[worker]
         if not one.alive:
-            one.alive, one.ended = True, one.begun
+            one.alive, one.missed, one.ended = True, False, one.begun
         one.orphaned = []
         self._forget(worker)
         self.run(self.engine.attach(worker))
 
     def gone(self, worker: int) -> None:
         one = self.workers[worker]
-        one.alive, one.running, one.orphaned = False, [], []
+        one.alive, one.missed, one.running, one.orphaned = False, False, [], []
         self._forget(worker)
         self.run(self.engine.gone(worker))
 
@@ -173,6 +175,8 @@ class Tier:
                 last = one.running[-1].number
                 one.orphaned += [(last, *pair) for pair in zip(asked.records, asked.places, strict=True)]
         self.asked, self.copies, self.cancelled, self.open = {}, [], set(), set()
+        for one in self.workers:
+            one.missed = not one.alive
         highest = max(self.generation.values(), default=0)
         self.engine = Residency(self.layers, self.slabs, Adopted(dict(self.words), highest, self.counters()))
         for record in self.words:
@@ -304,7 +308,7 @@ class Tier:
     def settle(self) -> None:
         """Everything under way comes to its good end; what was admitted is resident, and nothing is left behind."""
         for worker, one in enumerate(self.workers):
-            if not one.alive:
+            if one.missed:
                 self.attach(worker)
         for _ in range(len(self.records) + len(self.asked) + 10):
             for copy in list(self.copies):

@@ -227,7 +227,8 @@ def test_a_miss_is_counted_once_however_it_was_served():
     missed = tier.used(0, [Record(0, expert) for expert in range(5)], Use.DECODE)
     assert missed == [Record(0, expert) for expert in range(5)]
     tier.end(0)
-    tier.observe()
+    tier.settle()
+    assert set(tier.words) == {Record(0, 2), Record(0, 3), Record(0, 4)}, "what the step missed last"
     assert tier.used(0, [Record(0, 2)], Use.DECODE) == []
     counts = tier.engine.counts[Use.DECODE]
     assert (counts.uses, counts.misses) == (6, 5)
@@ -350,8 +351,27 @@ def test_a_worker_that_is_gone_is_waited_for_no_longer_and_loses_its_leases():
     tier.observe()
     assert {copy.record.expert for copy in tier.copies} == {2, 6}
     assert tier.engine.leases() == {waiting: LeaseState.COPYING}
-    tier.attach(0)
     tier.settle()
+
+
+def test_the_counters_of_a_worker_that_is_gone_mean_nothing_until_another_takes_its_place():
+    tier = one_layer(3, 1)
+    resident(tier, 0, 1)
+    tier.begin(0)
+    tier.gone(0)
+    tier.admit([Record(0, 2)])
+    tier.observe()
+    assert [copy.record.expert for copy in tier.copies] == [2]
+    tier.copied(tier.copies[0])
+    tier.publish()
+    tier.attach(0)
+    tier.begin(0)
+    tier.admit([Record(0, 3)])
+    tier.observe()
+    assert not tier.copies
+    tier.end(0)
+    tier.observe()
+    assert [copy.record.expert for copy in tier.copies] == [3]
 
 
 def test_generations_wrap_like_those_of_the_words():
@@ -442,9 +462,9 @@ def test_an_ending_of_a_copy_that_is_not_under_way_is_impossible():
 
 
 def test_a_slot_takes_only_the_turns_that_are_drawn():
-    slot = Slot(0, 3, reserve=False)
+    slot = Slot(0, Place(3, 1), reserve=False)
     for wrong in (SlotState.COPIED, SlotState.RESIDENT, SlotState.DRAINING, SlotState.CANCELLING):
-        with pytest.raises(RuntimeError, match="slot 3 of slab 0 cannot go from"):
+        with pytest.raises(RuntimeError, match="slot=3.* of slab 0 cannot go from FREE"):
             slot.turn(wrong)
     with pytest.raises(RuntimeError, match="has no record"):
         _ = slot.owner
@@ -482,6 +502,24 @@ def test_a_record_that_becomes_hot_keeps_its_slot_and_costs_no_copy():
     tier.swap(10)
     assert (tier.words, tier.engine.hot()) == (words, {Record(0, 3)})
     assert not tier.copies
+
+
+def test_a_record_that_is_no_longer_hot_is_the_most_recent_of_the_ring():
+    tier = one_layer(4, 1)
+    resident(tier, 0, 1, 2)
+    tier.place([[0]], ring=0.5)
+    tier.swap(1)
+    tier.place([[]], ring=0.5)
+    tier.swap(1)
+    for expert, left in ((5, {0, 2}), (6, {0}), (7, set())):
+        tier.admit([Record(0, expert)])
+        assert set(tier.words) == {Record(0, e) for e in left}
+
+
+def test_the_bound_on_swaps_is_for_all_slabs_together():
+    tier = Tier([LayerSize(0, 9), LayerSize(1, 9)], [SlabSize(5, 1), SlabSize(5, 1)])
+    tier.place([[0, 1], [0, 1]], ring=0.5)
+    assert [tier.swap(3), tier.swap(3), tier.swap(3)] == [3, 1, 0]
 
 
 def test_hot_copies_that_fail_are_tried_again_by_a_later_swap():
