@@ -3,7 +3,7 @@
 A part of the arena, page-aligned, little endian:
 
     0       magic u64, version u32, layers u32, experts u32 (of the layer with most), workers u32
-    4096    for each worker one cache line: step begin u64, step end u64 (written by that worker alone)
+    4096    for each worker one cache line: steps begun u64, steps ended u64 (written by that worker alone)
     8192    for each (expert layer, expert) one word u64 (written by the store alone)
 
     word    bits 62-63 state, bits 32-61 generation (counts the fillings of the slot, wraps), bits 0-31 slot
@@ -13,7 +13,10 @@ A part of the arena, page-aligned, little endian:
        ▲                         │                          │
        └────── load failed ──────┴───── publish(ABSENT) ────┘
 
-A slot is a number within the slab of the record's layer. A reader that sees RESIDENT sees the record's bytes too.
+A slot is a number within the slab of the record's layer. A reader that sees RESIDENT sees the record's bytes too, and
+may read them until the end of the step that it has begun before it looked. For that, a worker counts its step as begun
+before it loads a word, and the store retracts a word before it loads the counters: all accesses are sequentially
+consistent, so that a step which still sees the word is seen by the store (`sparkd.residency.epochs`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +32,18 @@ from numpy.typing import NDArray
 from sparkd.errors import UnavailableError
 from sparkd.ipc import _atomics
 from sparkd.ipc.memory import Region
+from sparkd.residency.epochs import Steps
+from sparkd.residency.slots import GENERATIONS
 
 VERSION = 1
 #: Workers whose step counters have a place.
 WORKERS = 16
-GENERATIONS = 1 << 30
 _MAGIC = int.from_bytes(b"SPKDIREC", "little")
 _HEADER = struct.Struct("<QIIII")
+_COUNTERS = 4096
 _WORDS = 8192
+#: u64 words from one worker's counters to the next: a cache line.
+_LINE = 8
 
 
 class State(IntEnum):
@@ -65,6 +73,26 @@ class Entry:
         return self.state << 62 | self.generation % GENERATIONS << 32 | self.slot
 
 
+class StepCounter:
+    """Counts the steps of one worker; only that worker has it. Each step runs inside `with`."""
+
+    def __init__(self, words: NDArray[np.uint64], worker: int) -> None:
+        """A step that a process before this one began under the same number counts as ended."""
+        self._words = words
+        self._begun, self._ended = worker * _LINE, worker * _LINE + 1
+        self._steps = _atomics.load(words, self._begun)
+        _atomics.store(words, self._ended, self._steps)
+
+    def __enter__(self) -> None:
+        self._steps += 1
+        _atomics.store(self._words, self._begun, self._steps)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _atomics.store(self._words, self._ended, self._steps)
+
+
 class Directory:
     """The directory at `offset` of a region; `layers` expert layers of at most `experts` experts."""
 
@@ -72,6 +100,7 @@ class Directory:
         self.layers = layers
         self.experts = experts
         self._words: NDArray[np.uint64] = region.array(offset + _WORDS, layers * experts, np.uint64)
+        self._counters: NDArray[np.uint64] = region.array(offset + _COUNTERS, WORKERS * _LINE, np.uint64)
 
     @staticmethod
     def size(layers: int, experts: int) -> int:
@@ -106,6 +135,17 @@ class Directory:
         words = np.empty(self.layers * self.experts, np.uint64)
         _atomics.copy(self._words, words)
         return words.reshape(self.layers, self.experts)
+
+    def step_counter(self, worker: int) -> StepCounter:
+        """For worker number `worker` (below `WORKERS`) to count its steps with."""
+        if not 0 <= worker < WORKERS:
+            raise IndexError(f"no place for the counters of worker {worker}: there are {WORKERS}")
+        return StepCounter(self._counters, worker)
+
+    def steps(self) -> list[Steps]:
+        """What each worker has counted. A step that began before this call and is not told as ended may be running."""
+        load, words = _atomics.load, self._counters
+        return [Steps(load(words, w * _LINE), load(words, w * _LINE + 1)) for w in range(WORKERS)]
 
     def residents(self) -> list[int]:
         """Resident records of each expert layer."""
