@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class Daemon:
 
     #: What Python runs; subclasses may put something in between.
     PROGRAM: Sequence[str] = ("-m", "sparkd.supervisor.main")
+    ENVIRONMENT: Mapping[str, str] = {}
 
     def __init__(self, model: Path | str, run_dir: Path, **settings: dict[str, Any]) -> None:
         self.run_dir = run_dir
@@ -36,7 +37,7 @@ class Daemon:
         given = {"model": {"path": str(model)}, "kv": {"type": "f32"}, "cpu": {"threads": 1}} | settings
         self.temporary = run_dir.with_suffix(".tmp")
         self.temporary.mkdir(exist_ok=True)
-        self.environment = {**os.environ, "TMPDIR": str(self.temporary)}
+        self.environment = {**os.environ, "TMPDIR": str(self.temporary), **self.ENVIRONMENT}
         self.command = [sys.executable, *self.PROGRAM, "--run-dir", str(run_dir)]
         self.command += ["--settings", Settings.model_validate(given).to_json()]
         self.process = self.start()
@@ -91,12 +92,21 @@ class Daemon:
         return self.log.read_text(errors="replace")
 
 
+_Daemon = TypeVar("_Daemon", bound=Daemon)
+
+
 @contextmanager
 def daemon(model: Path | str, run_dir: Path, **settings: dict[str, Any]) -> Iterator[Daemon]:
     """A daemon that serves `model`; killed at the end if it still runs."""
-    one = Daemon(model, run_dir, **settings)
-    try:
+    with running(Daemon(model, run_dir, **settings)) as one:
         yield one.ready()
+
+
+@contextmanager
+def running(one: _Daemon) -> Iterator[_Daemon]:
+    """Kills a daemon at the end, if it still runs."""
+    try:
+        yield one
     finally:
         one.process.kill()
         one.process.wait()
