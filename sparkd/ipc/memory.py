@@ -97,7 +97,8 @@ class Region:
                 done += os.pwrite(self.fd, data[done:], offset + done)
         except OSError as error:
             what = f"no memory for bytes {offset} to {offset + len(data)} of {self.size}: {error.strerror}"
-            raise BudgetError(what, where="shared memory") from None
+            fix = 'the pool of huge pages gives less than it has: set memory.huge_pages = "off"' if self.pooled else ""
+            raise BudgetError(what, where="shared memory", fix=fix) from None
 
     def _inside(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size:
@@ -122,6 +123,9 @@ def _create(size: int, name: str, kind: int) -> Region:
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        if kind & os.MFD_HUGETLB:
+            # A cgroup may forbid what the pool has: its limit shows only when a page is taken.
+            os.posix_fallocate(fd, 0, HUGE_PAGE)
         return Region(fd, size, writable=True)
     except OSError:
         os.close(fd)

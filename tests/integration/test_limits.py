@@ -18,6 +18,7 @@ from daemon import PATIENCE_S, Daemon, daemon, until
 
 from sparkd.config import KvSettings, LimitSettings, ModelSettings, Settings
 from sparkd.residency.budget import GIB, Limit
+from sparkd.store.limits import pool_bytes
 from sparkd.store.plan import make_plan
 
 NAME = "qwen35moe-tiny-s1-q4_k_m"
@@ -189,6 +190,42 @@ def test_a_limit_that_the_weights_stay_below_locks_them_all(model_path, tmp_path
         memory = _locked(one)
         assert (memory["locked_bytes"], memory["lock_note"]) == (memory["arena_bytes"], "")
         assert _resident(one.process.pid) == memory["arena_bytes"]
+
+
+def _huge(one: Daemon) -> dict[str, Any]:
+    """The memory part of the status, once joining has ended."""
+    one.ready()
+    until(lambda: one.status()["memory"]["huge_note"] != "joined once the weights are in place", one.said)
+    return one.status()["memory"]
+
+
+@pytest.mark.parametrize("huge_pages", ["auto", "off"])
+def test_the_status_tells_what_huge_pages_were_got_and_the_answer_is_the_same(model_path, tmp_path, huge_pages):
+    settings = {"limits": LIMITS, "memory": {"huge_pages": huge_pages}}
+    with daemon(model_path(NAME), tmp_path / "run", **settings) as one:
+        memory = _huge(one)
+        assert len(_answer(one)) == 8
+        assert (memory["huge_bytes"] == memory["arena_bytes"]) == (memory["huge_note"] == "")
+        assert (memory["huge_kind"] == "none") == (memory["huge_bytes"] == 0)
+        if huge_pages == "off":
+            assert (memory["huge_bytes"], memory["huge_note"]) == (0, 'memory.huge_pages is "off"')
+
+
+@pytest.mark.skipif(pool_bytes() < 4 << 20, reason="the pool of huge pages is empty (vm.nr_hugepages)")
+def test_a_daemon_takes_its_weights_from_the_pool_and_gives_them_back(model_path, tmp_path):
+    before = pool_bytes()
+    with daemon(model_path(NAME), tmp_path / "ordinary", limits=LIMITS, memory={"huge_pages": "off"}) as one:
+        expected = _answer(one)
+    with daemon(model_path(NAME), tmp_path / "run", limits=LIMITS) as one:
+        memory = _huge(one)
+        assert (memory["huge_kind"], memory["huge_note"], memory["lock_note"]) == ("hugetlb", "", "")
+        assert memory["huge_bytes"] == memory["locked_bytes"] == memory["arena_bytes"] == before - pool_bytes()
+        assert _answer(one) == expected
+        one.kill("store")
+        until(lambda: one.status()["state"] == "ready" and one.status()["loading"]["read_bytes"] == 0, one.said)
+        assert _answer(one) == expected
+        one.stop()
+    assert pool_bytes() == before
 
 
 @pytest.fixture(params=["ro,size=64m", "size=4k"])

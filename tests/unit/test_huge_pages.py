@@ -202,6 +202,20 @@ def test_a_kernel_without_a_pool_gives_ordinary_pages(monkeypatch):
         assert not region.pooled
 
 
+def test_a_pool_that_this_process_may_not_use_is_left_alone(monkeypatch):
+    def forbidden(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made = os.memfd_create
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(memory.os, "memfd_create", lambda name, flags: made(name, flags & ~os.MFD_HUGETLB & 0x3FFFFFF))
+    monkeypatch.setattr(memory.os, "posix_fallocate", forbidden)
+    with Region.create(SIZE, pool=True) as region:
+        region.write(5, memoryview(b"bytes"))
+        assert bytes(region.view(5, 5)) == b"bytes"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_write_that_the_pool_has_no_page_for_is_an_error_not_a_signal(monkeypatch):
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
