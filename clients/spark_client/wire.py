@@ -24,6 +24,8 @@ INTERNAL_MAX_BYTES = 64 << 20
 MAX_DEPTH = 24
 #: Items of one list. What a chat may hold is the text layer's to bound; these are the wire's bounds.
 MAX_ITEMS = 4 << 20
+#: Values of all free-form content of one message, and maps and lists in one message: checking takes time for each.
+MAX_VALUES = 1 << 18
 
 #: Free-form content, and any declared message.
 Json = Any
@@ -70,10 +72,20 @@ def decode(data: bytes, limit: int = MAX_BYTES) -> Message:
     """Unpack and validate a message. MessageError says what is wrong with it."""
     if len(data) > limit:
         raise MessageError(f"message has {len(data)} bytes, the limit is {limit}")
+    inside = _Room("the message", "maps and lists")
     try:
         body = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=65536, max_str_len=limit
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=MAX_ITEMS,
+            max_map_len=65536,
+            max_str_len=limit,
+            list_hook=inside.counted,
+            object_hook=inside.counted,
         )
+    except MessageError:
+        raise
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise MessageError(f"message is not msgpack: {error}") from None
     if not isinstance(body, dict):
@@ -86,7 +98,7 @@ def decode(data: bytes, limit: int = MAX_BYTES) -> Message:
         cls = _TYPES.get(name) if isinstance(name, str) else None
         if cls is None:
             raise MessageError(f"unknown message type {name!r}"[:200])
-        return _build(cls, body, str(name))
+        return _build(cls, body, str(name), _Room(str(name), "values"))
     except MessageError as error:
         error.tag = tag if type(tag) is int else None
         raise
@@ -115,14 +127,33 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _build(cls: type[Any], body: dict[str, Any], where: str) -> Any:
+class _Room:
+    """Counts what may be `MAX_VALUES` in one message."""
+
+    def __init__(self, where: str, what: str) -> None:
+        self._left = MAX_VALUES
+        self._error = f"{where}: more than {MAX_VALUES} {what}"
+
+    def take(self, count: int) -> None:
+        """MessageError when there is no room for so many more."""
+        self._left -= count
+        if self._left < 0:
+            raise MessageError(self._error)
+
+    def counted(self, value: _T) -> _T:
+        """`value`, which takes the room of one."""
+        self.take(1)
+        return value
+
+
+def _build(cls: type[Any], body: dict[str, Any], where: str, room: _Room) -> Any:
     hints = _hints(cls)
     for key in body:
         if key not in hints:
             raise MessageError(f"{where}: unknown field {key!r}"[:200])
     for f in dataclasses.fields(cls):
         if f.name in body:
-            body[f.name] = _check(hints[f.name], body[f.name], f"{where}.{f.name}")
+            body[f.name] = _check(hints[f.name], body[f.name], f"{where}.{f.name}", room)
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise MessageError(f"{where}: field {f.name!r} is missing")
     return cls(**body)
@@ -137,15 +168,15 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return _HINTS[cls]
 
 
-def _check(hint: Any, value: Any, where: str) -> Any:
+def _check(hint: Any, value: Any, where: str, room: _Room) -> Any:
     """`value` as `hint` says, or MessageError. float takes int; bool is no int; integers fit in 64 bits."""
     if hint is Any:
-        return _bounded(value, where)
+        return _bounded(value, where, room)
     origin = typing.get_origin(hint)
     if origin is types.UnionType:
         if value is None:
             return None
-        return _check(next(a for a in typing.get_args(hint) if a is not type(None)), value, where)
+        return _check(next(a for a in typing.get_args(hint) if a is not type(None)), value, where, room)
     if origin is list:
         if isinstance(value, list):
             (item,) = typing.get_args(hint)
@@ -154,13 +185,13 @@ def _check(hint: Any, value: Any, where: str) -> Any:
                 if wrong is None:
                     return value
                 raise MessageError(f"{where}: expected {item.__name__}s, found {type(wrong).__name__}")
-            return [_check(item, v, where) for v in value]
+            return [_check(item, v, where, room) for v in value]
     elif origin is dict:
         if isinstance(value, dict):
-            return _bounded(value, where)
+            return _bounded(value, where, room)
     elif dataclasses.is_dataclass(hint):
         if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-            return _build(typing.cast("type[Any]", hint), value, where)
+            return _build(typing.cast("type[Any]", hint), value, where, room)
     elif hint is float:
         if type(value) in (int, float):
             return float(value)
@@ -173,15 +204,16 @@ def _name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and typing.get_origin(hint) is None else str(hint)
 
 
-def _bounded(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """Free-form content (chat messages, tools, status): what JSON can say, bounded nesting, text keys."""
+def _bounded(value: Any, where: str, room: _Room, depth: int = MAX_DEPTH) -> Any:
+    """Free-form content (chat messages, tools, status): what JSON can say, bounded in nesting and number, text keys."""
     if isinstance(value, dict | list):
+        room.take(1 + len(value))
         if depth == 0:
             raise MessageError(f"{where}: nested deeper than {MAX_DEPTH}")
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
             raise MessageError(f"{where}: a map has keys that are not text")
         for item in value.values() if isinstance(value, dict) else value:
-            _bounded(item, where, depth - 1)
+            _bounded(item, where, room, depth - 1)
     elif not (value is None or isinstance(value, str | int | float)):
         raise MessageError(f"{where}: {type(value).__name__} is not allowed in free-form content")
     return value

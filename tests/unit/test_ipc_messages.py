@@ -136,6 +136,20 @@ def test_content_nested_deeper_than_the_limit_is_refused():
         decode(b"\x91" * 100_000)
 
 
+def test_more_values_than_the_limit_are_refused_before_they_cost_time_or_memory():
+    """A few bytes can be a container each: what a message may hold is bounded, not only its length."""
+    head = msgpack.packb({"v": messages.VERSION, "t": "generate", "tag": 1})[1:]
+    lists, ones = msgpack.packb([[]] * wire.MAX_VALUES), msgpack.packb([1] * wire.MAX_VALUES)
+    for content, said in ((lists, "maps and lists"), (ones, "values")):
+        data = b"\x84" + head + msgpack.packb("chat") + b"\x91\x81" + msgpack.packb("x") + content
+        with pytest.raises(MessageError, match=f"more than {wire.MAX_VALUES} {said}"):
+            decode(data)
+    halves = [{"x": [1] * (wire.MAX_VALUES // 2)}, {"y": [1] * (wire.MAX_VALUES // 2)}]
+    with pytest.raises(MessageError, match="values"):
+        decode(_packed(t="generate", tag=1, chat=halves))
+    assert len(decode(_packed(t="generate", tag=1, tokens=[1] * (2 * wire.MAX_VALUES))).tokens) == 2 * wire.MAX_VALUES
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
