@@ -195,6 +195,7 @@ def limits_table() -> str:
     rows = [
         ("one message", f"{wire.MAX_BYTES} bytes; a larger one costs the connection"),
         ("items of one list", str(wire.MAX_ITEMS)),
+        ("maps and lists of one message, and values of its free-form content", str(wire.MAX_VALUES)),
         ("nesting within a free-form `map`", f"{wire.MAX_DEPTH} levels"),
         ("texts of one request together", f"{tokenizer.MAX_CHARACTERS} characters, {chat.MAX_VALUES} values"),
         ("memory of all open requests", f"{front_door.HELD_BYTES} bytes, half of it for one app"),
