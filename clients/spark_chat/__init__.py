@@ -1,0 +1,1 @@
+"""A terminal chat: knows the client socket and nothing else of the daemon."""

@@ -1,0 +1,62 @@
+"""spark-chat: talk to the model that sparkd serves.
+
+On a terminal lines are edited and remembered as long as the program runs; nothing is written to disk. From a pipe, each
+line is a turn, and only the answers come out.
+
+Exit codes: 0 done, 1 failed (one line on standard error), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from spark_chat.session import Session
+from spark_client import Parameters, SparkClientError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Chat until the input ends; returns the exit code."""
+    args = _parser().parse_args(argv)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    parameters: Parameters = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    if args.seed is not None:
+        parameters["seed"] = args.seed
+    session = Session(args.socket, args.system, {"enable_thinking": True} if args.think else {}, parameters)
+    try:
+        return session.run()
+    except SparkClientError as error:
+        print(f"spark-chat: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    finally:
+        session.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spark-chat",
+        description="Talk to the model that sparkd serves. /help lists what can be typed besides text.",
+        epilog="examples:\n  spark-chat --system 'Answer in one sentence.'\n"
+        "  printf 'Who are you?\\nSay it shorter.\\n' | spark-chat",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--socket", type=Path, metavar="PATH", help="client socket of the daemon")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument("--think", action="store_true", help="let the model think first")
+    parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="most tokens of an answer (1024)")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the best token (0.7)")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="from the best that sum up to P (0.95)")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers (drawn)")
+    return parser
