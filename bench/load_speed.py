@@ -23,6 +23,7 @@ from sparkd.store import reading
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import READERS, Loader
+from sparkd.store.residents import Residents
 
 _PIECE = 8 << 20
 
@@ -52,7 +53,7 @@ class Bench:
             reading.direct_block = lambda fd: 0
         try:
             with Region.create(self.layout.total_bytes) as region:
-                loader = Loader(Arena.create(region, self.model, self.program, self.layout), readers)
+                loader = Loader(Residents(Arena.create(region, self.model, self.program, self.layout)), readers)
                 loader.load()
                 return loader.read
         finally:

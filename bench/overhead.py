@@ -32,6 +32,7 @@ from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import Loader
 from sparkd.store.plan import STEP_ROWS
+from sparkd.store.residents import Residents
 from sparkd.supervisor.journal import Entry
 from sparkd.worker.desk import Texts
 from sparkd.worker.engine import Engine
@@ -51,7 +52,7 @@ class Alone:
         model = ModelFile.open(path)
         program = build_program(model)
         arena = Arena.create(region, model, program, ArenaLayout.of(program, model))
-        Loader(arena).load()
+        Loader(Residents(arena)).load()
         state = StateLayout.of(program, 2)
         size = PoolSize.worst_case(state, 1, _CONTEXT, STEP_ROWS)
         memory = StateMemory.allocate(state, size.pages, size.records)

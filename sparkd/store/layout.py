@@ -58,12 +58,11 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecords:
-    """The records of one expert layer: slab number, gate, up, down, and the first of `experts` slots in a full slab."""
+    """The records of one expert layer: slab number, gate, up, down, and how many there are."""
 
     slab: int
     pieces: tuple[Piece, Piece, Piece]
     experts: int
-    first_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def _layers(program: Program, model: ModelFile) -> tuple[tuple[LayerRecords, ...
             sizes.append(size)
             needed.append(0)
         slab = sizes.index(size)
-        layers.append(LayerRecords(slab, (pieces[0], pieces[1], pieces[2]), layer.experts, needed[slab]))
+        layers.append(LayerRecords(slab, (pieces[0], pieces[1], pieces[2]), layer.experts))
         needed[slab] += layer.experts
     if len(sizes) > MAX_SLABS:
         raise UnsupportedError(f"experts of {len(sizes)} different sizes, sparkd takes {MAX_SLABS}", where=model.where)

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from typing import TypeVar
 
-from sparkd.ipc.directory import Entry, State
-from sparkd.store.arena import Arena
+from sparkd.errors import SparkError
+from sparkd.residency.commands import Copy
+from sparkd.residency.slots import Record
 from sparkd.store.layout import Extent, core_extent, record_extents
 from sparkd.store.reading import ShardFile, new_buffer
+from sparkd.store.residents import Residents
 
 #: Threads that read at the same time.
 READERS = 4
@@ -36,18 +38,18 @@ class Loader:
     `reading`: for each shard the way it was read, and why not the better one: known once `load` has opened them.
     """
 
-    def __init__(self, arena: Arena, readers: int = READERS) -> None:
+    def __init__(self, residents: Residents, readers: int = READERS) -> None:
         self.done = 0
         self.read = 0
         self.reading: list[str] = []
-        self._arena = arena
+        self._residents = residents
+        self._arena = arena = residents.arena
         self._readers = readers
         self._core = [core_extent(arena.layout, arena.model, name) for name in arena.layout.core]
-        self._records = [
-            (layer, expert) for layer, records in enumerate(arena.layout.layers) for expert in range(records.experts)
-        ]
-        core = sum(extent.size for extent in self._core)
-        self.total = core + sum(extent.size for job in self._records for extent in self._extents(*job))
+        layers = enumerate(arena.layout.layers)
+        self._record_bytes = [sum(extent.size for extent in self._extents(Record(layer, 0))) for layer, _ in layers]
+        sizes = zip(self._record_bytes, arena.layout.layers, strict=True)
+        self.total = sum(extent.size for extent in self._core) + sum(size * layer.experts for size, layer in sizes)
         self._files: list[ShardFile] = []
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
@@ -66,7 +68,9 @@ class Loader:
             else:
                 self._run(_pieces(self._core), self._fill)
                 self._arena.publish_core()
-            self._run(self._records, self._load_record)
+            there = zip(self._record_bytes, self._residents.residents(), strict=True)
+            self._count(sum(size * records for size, records in there), read=False)
+            self._run(self._residents.fill(), self._load_record)
 
     def cancel(self) -> None:
         """Make `load` stop soon; for another thread."""
@@ -99,21 +103,15 @@ class Loader:
         if failures:
             raise failures[0]
 
-    def _load_record(self, record: tuple[int, int], buffer: memoryview) -> None:
-        layer, expert = record
-        directory, layout = self._arena.directory, self._arena.layout
-        extents = list(self._extents(layer, expert))
-        entry = directory.entry(layer, expert)
-        if entry.state is State.RESIDENT:
-            self._count(sum(extent.size for extent in extents), read=False)
-            return
-        slot = layout.layers[layer].first_slot + expert
-        generation = entry.generation + 1
-        directory.publish(layer, expert, Entry(State.LOADING, generation, slot))
-        start = layout.record(layer, slot)
-        for extent in extents:
-            self._fill(Extent(extent.shard, extent.source, start + extent.target, extent.size), buffer)
-        directory.publish(layer, expert, Entry(State.RESIDENT, generation, slot))
+    def _load_record(self, copy: Copy, buffer: memoryview) -> None:
+        start = self._arena.layout.record(copy.record.layer, copy.place.slot)
+        try:
+            for extent in self._extents(copy.record):
+                self._fill(Extent(extent.shard, extent.source, start + extent.target, extent.size), buffer)
+        except SparkError as error:
+            self._residents.failed(copy, str(error))
+            raise
+        self._residents.copied(copy)
 
     def _fill(self, extent: Extent, buffer: memoryview) -> None:
         """Read an extent into the arena."""
@@ -138,9 +136,11 @@ class Loader:
             if read:
                 self.read += size
 
-    def _extents(self, layer: int, expert: int) -> Iterator[Extent]:
-        arena = self._arena
-        return record_extents(arena.program.expert_layers[layer], arena.layout.layers[layer], arena.model, expert)
+    def _extents(self, record: Record) -> Iterator[Extent]:
+        arena, layer = self._arena, record.layer
+        return record_extents(
+            arena.program.expert_layers[layer], arena.layout.layers[layer], arena.model, record.expert
+        )
 
 
 def _pieces(extents: Iterable[Extent]) -> Iterator[Extent]:

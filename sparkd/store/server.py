@@ -11,13 +11,14 @@ from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.ipc.child import Child, ChildArguments
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import ChildProgress, Json, MessageError, Ready, StatusAnswer, StatusQuery
+from sparkd.ipc.messages import ChildProgress, Json, Message, MessageError, Ready, StatusAnswer, StatusQuery
 from sparkd.ipc.sockets import PeerGone, PeerSlow, Router
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import LoadCancelled, Loader
 from sparkd.store.plan import model_name, open_model
+from sparkd.store.residents import Residents
 from sparkd.store.service import StoreService
 
 #: Seconds between progress messages while loading, and the longest wait after that.
@@ -34,8 +35,9 @@ class StoreServer:
         self._child = child
         self._region = Region.map(given.arena_fd)
         arena = open_arena(self._region, Settings.from_json(given.settings))
-        self._loader = Loader(arena)
-        self._service = StoreService(arena, self._loader, model_name(arena.model))
+        residents = Residents(arena)
+        self._loader = Loader(residents)
+        self._service = StoreService(residents, self._loader, model_name(arena.model))
         self._router = Router(child.context, given.run_dir.store)
         self._failure: BaseException | None = None
         self._loading = threading.Thread(target=self._load, name="load")
@@ -50,6 +52,8 @@ class StoreServer:
                 if isinstance(query, StatusQuery):
                     self._child.send(StatusAnswer(query.job, self._child.role, self._status()))
             self._answer_workers()
+            for peer, reply in self._service.granted():
+                self._send(peer, reply)
             if not ready:
                 ready = self._report_loading()
 
@@ -93,15 +97,20 @@ class StoreServer:
             except MessageError as error:
                 _log.warning("dropped a message of a worker: %s", error)
 
-    def _answer(self, peer: bytes, msg: object) -> None:
+    def _answer(self, peer: bytes, msg: Message) -> None:
         reply = self._service.answer(peer, msg)
-        if reply is None:
-            return
+        if reply is not None:
+            self._send(peer, reply)
+
+    def _send(self, peer: bytes, reply: Message) -> None:
         try:
             self._router.send(peer, reply)
-        except (PeerGone, PeerSlow) as error:
+        except PeerGone as error:
             _log.warning("%s", error)
             self._service.drop(peer)
+        except PeerSlow as error:
+            _log.warning("%s", error)
+            self._service.unsent(reply)
 
 
 def open_arena(region: Region, settings: Settings) -> Arena:

@@ -2,64 +2,95 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from sparkd.ipc.directory import State
+from sparkd.ipc.directory import WORKERS
 from sparkd.ipc.messages import Attach, Attached, Json, Message, MessageError, Release, Stage, Staged
-from sparkd.store.arena import Arena
+from sparkd.residency.commands import Grant, Refuse
+from sparkd.residency.slots import Record
 from sparkd.store.layout import VERSION
 from sparkd.store.loader import Loader
+from sparkd.store.residents import Residents
 
 #: Leases one worker may hold.
 MAX_LEASES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Lease:
+class _Asked:
     peer: bytes
-    records: int
+    batch: int
 
 
 class StoreService:
     """Answers workers; `model` is the name that stands in their messages.
 
-    All records are resident once loaded, so a lease keeps nothing from being evicted yet: it is counted, and dropped
-    with its worker.
+    What is staged is leased: by the residency engine, until it is released or its worker is gone.
     """
 
-    def __init__(self, arena: Arena, loader: Loader, model: str) -> None:
-        self._arena = arena
+    def __init__(self, residents: Residents, loader: Loader, model: str) -> None:
+        self._residents = residents
+        self._arena = residents.arena
         self._loader = loader
         self._model = model
-        self._records = sum(layer.experts for layer in arena.layout.layers)
+        self._records = sum(layer.experts for layer in self._arena.layout.layers)
         self._workers: dict[int, bytes] = {}
-        self._leases: dict[int, _Lease] = {}
-        self._last_lease = 0
+        self._leases: dict[int, _Asked] = {}
         self._staged = 0
 
     def answer(self, peer: bytes, msg: Message) -> Message | None:
-        """The reply to a worker's message, None where none is due. MessageError: the store takes no such message."""
+        """The reply to a worker's message, None where none is due yet. MessageError: the store takes no such message.
+
+        What is staged is answered by `granted`, at once or when it is there.
+        """
         match msg:
             case Attach():
                 return self._attach(peer, msg)
             case Stage():
                 return self._stage(peer, msg)
             case Release():
-                lease = self._leases.get(msg.lease)
-                if lease is None or lease.peer != peer:
+                asked = self._leases.get(msg.lease)
+                if asked is None or asked.peer != peer:
                     raise MessageError(f"release of lease {msg.lease}, which is not held by this worker")
-                del self._leases[msg.lease]
+                self._release(msg.lease)
                 return None
         raise MessageError(f"the store takes no {type(msg).__name__}")
 
+    def granted(self) -> list[tuple[bytes, Staged]]:
+        """Answers to what was staged that are due now, and for whom."""
+        due = []
+        for answer in self._residents.answers():
+            asked = self._leases.get(answer.lease)
+            if asked is None:
+                continue  # over before it could be told: released by another answer, or its worker attached again
+            match answer:
+                case Grant(lease, places):
+                    slots, generations = [p.slot for p in places], [p.generation for p in places]
+                    staged = Staged(asked.batch, lease, slots, generations)
+                    self._staged += len(places)
+                case Refuse(lease, record, reason):
+                    del self._leases[lease]
+                    where = f"expert {record.expert} of expert layer {record.layer}"
+                    staged = Staged(asked.batch, 0, [], [], f"{where} cannot be had: {reason}"[:500])
+            due.append((asked.peer, staged))
+        return due
+
+    def unsent(self, msg: Message) -> None:
+        """A reply did not reach its worker, which lives: it will not release what it does not know of."""
+        if isinstance(msg, Staged) and msg.lease in self._leases:
+            self._release(msg.lease)
+
     def drop(self, peer: bytes) -> None:
-        """Forget the leases of a worker that is gone."""
-        self._leases = {number: lease for number, lease in self._leases.items() if lease.peer != peer}
+        """A worker is gone, and its leases with it."""
+        for worker in [worker for worker, known in self._workers.items() if known == peer]:
+            self._forget(worker)
+            self._residents.gone(worker)
 
     def status(self) -> dict[str, Json]:
         """Sizes in bytes; residents per expert layer."""
         layout = self._arena.layout
-        residents = self._arena.directory.residents()
+        residents = self._residents.residents()
         return {
             "model": self._model,
             "fingerprint": self._arena.model.fingerprint,
@@ -73,7 +104,10 @@ class StoreService:
                 {"records": layer.experts, "resident": resident}
                 for layer, resident in zip(layout.layers, residents, strict=True)
             ],
-            "slabs": [{"record_bytes": slab.record_bytes, "slots": slab.slots} for slab in layout.slabs],
+            "slabs": [
+                {"record_bytes": slab.record_bytes, **dataclasses.asdict(use)}
+                for slab, use in zip(layout.slabs, self._residents.slabs(), strict=True)
+            ],
             "bytes_loaded": self._loader.done,
             "bytes_total": self._loader.total,
             "bytes_read": self._loader.read,
@@ -82,35 +116,48 @@ class StoreService:
         }
 
     def _attach(self, peer: bytes, msg: Attach) -> Attached:
-        before = self._workers.get(msg.worker)
-        if before is not None:
-            self.drop(before)
-        self._workers[msg.worker] = peer
         arena = self._arena
+        error = self._wrong_model(msg.model)
+        if not 0 <= msg.worker < WORKERS:
+            error = f"no worker {msg.worker}: their numbers go to {WORKERS - 1}"
+        if error is None:
+            before = self._workers.get(msg.worker)
+            if before is not None and before != peer:
+                self.drop(before)
+            self._forget(msg.worker)
+            self._workers[msg.worker] = peer
+            self._residents.attach(msg.worker)
         return Attached(
             model=self._model,
             fingerprint=arena.model.fingerprint,
             layout_version=VERSION,
             arena_bytes=arena.layout.total_bytes,
-            resident=sum(arena.directory.residents()),
+            resident=sum(self._residents.residents()),
             records=self._records,
-            error=self._wrong_model(msg.model),
+            error=error,
         )
 
-    def _stage(self, peer: bytes, msg: Stage) -> Staged:
+    def _stage(self, peer: bytes, msg: Stage) -> Staged | None:
         error = self._wrong_model(msg.model) or self._wrong_records(msg.records)
-        if error is None and sum(lease.peer == peer for lease in self._leases.values()) >= MAX_LEASES:
+        worker = next((worker for worker, known in self._workers.items() if known == peer), None)
+        if error is None and worker is None:
+            error = "a worker attaches before it stages"
+        if error is None and sum(asked.peer == peer for asked in self._leases.values()) >= MAX_LEASES:
             error = f"this worker holds {MAX_LEASES} leases already"
-        if error is None:
-            entries = [self._arena.directory.entry(layer, expert) for layer, expert in msg.records]
-            absent = sum(entry.state is not State.RESIDENT for entry in entries)
-            error = f"{absent} of {len(entries)} records are still being loaded" if absent else None
-        if error is not None:
+        if error is not None or worker is None:
             return Staged(msg.batch, 0, [], [], error)
-        self._last_lease += 1
-        self._leases[self._last_lease] = _Lease(peer, len(entries))
-        self._staged += len(entries)
-        return Staged(msg.batch, self._last_lease, [e.slot for e in entries], [e.generation for e in entries])
+        lease = self._residents.stage(worker, [Record(*record) for record in msg.records])
+        self._leases[lease] = _Asked(peer, msg.batch)
+        return None
+
+    def _release(self, lease: int) -> None:
+        del self._leases[lease]
+        self._residents.release(lease)
+
+    def _forget(self, worker: int) -> None:
+        """Before the engine is told that a worker's leases are over."""
+        peer = self._workers.pop(worker, None)
+        self._leases = {number: asked for number, asked in self._leases.items() if asked.peer != peer}
 
     def _wrong_model(self, name: str) -> str | None:
         return None if name in ("", self._model) else f"model {name!r} is not served here, {self._model!r} is"[:500]

@@ -18,6 +18,7 @@ from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import Loader
+from sparkd.store.residents import Residents
 
 TOOLS = Path(__file__).parent.parent / "data" / "tools"
 
@@ -39,6 +40,7 @@ class Filled:
     program: Program
     region: Region
     arena: Arena
+    residents: Residents
     loader: Loader
 
 
@@ -50,7 +52,8 @@ def empty(path: Path, slots: list[int] | None = None) -> Filled:
     region = Region.create(layout.total_bytes)
     _regions.append(region)
     arena = Arena.create(region, model, program, layout)
-    return Filled(model, program, region, arena, Loader(arena))
+    residents = Residents(arena)
+    return Filled(model, program, region, arena, residents, Loader(residents))
 
 
 def filled(path: Path) -> Filled:

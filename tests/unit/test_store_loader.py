@@ -18,6 +18,7 @@ from sparkd.models import build_program
 from sparkd.store import reading
 from sparkd.store.arena import Arena
 from sparkd.store.loader import LoadCancelled, Loader
+from sparkd.store.residents import Residents
 
 NAME = "qwen35moe-tiny-s1-q4_k_m"
 
@@ -50,14 +51,14 @@ def test_everything_is_resident_with_its_own_slot_after_a_load(path):
 def test_the_number_of_readers_does_not_change_the_arena(path, readers):
     expected = filled(path)
     one = empty(path)
-    Loader(one.arena, readers).load()
+    Loader(one.residents, readers).load()
     assert bytes(one.region.view(0, one.region.size)) == bytes(expected.region.view(0, expected.region.size))
 
 
 def test_a_second_store_reads_nothing_again(path):
     one = filled(path)
     before = bytes(one.region.view(0, one.region.size))
-    again = Loader(Arena.attach(one.region, build_program))
+    again = Loader(Residents(Arena.attach(one.region, build_program)))
     again.load()
     assert again.read == 0
     assert again.done == again.total
@@ -72,7 +73,7 @@ def test_slots_that_were_being_loaded_count_as_empty(path):
     size = one.arena.layout.slabs[one.arena.layout.layers[2].slab].record_bytes
     before = bytes(one.region.view(start, size))
     one.region.view(start, size)[:] = bytes(size)
-    again = Loader(Arena.attach(one.region, build_program))
+    again = Loader(Residents(Arena.attach(one.region, build_program)))
     again.load()
     assert 0 < again.read <= size
     assert bytes(one.region.view(start, size)) == before
@@ -120,7 +121,7 @@ def test_a_change_is_also_noticed_by_a_store_that_has_nothing_to_read(path):
     one = filled(path)
     _touch(path)
     with pytest.raises(ModelFileError, match="not the file that was opened first"):
-        Loader(Arena.attach(one.region, build_program)).load()
+        Loader(Residents(Arena.attach(one.region, build_program))).load()
 
 
 def test_a_file_that_is_gone_is_one_clear_line(path):
@@ -242,7 +243,7 @@ def test_a_cancelled_load_stops_and_publishes_no_half_record(path, monkeypatch):
     with pytest.raises(LoadCancelled):
         one.loader.load()
     assert 0 < one.loader.done < one.loader.total
-    again = Loader(Arena.attach(one.region, build_program))
+    again = Loader(Residents(Arena.attach(one.region, build_program)))
     again.load()
     expected = filled(path)
     for slab in expected.arena.layout.slabs:
@@ -259,5 +260,5 @@ def test_files_are_closed_after_success_and_failure(path):
     assert opened() == []
     _touch(path)
     with pytest.raises(ModelFileError):
-        Loader(one.arena).load()
+        Loader(one.residents).load()
     assert opened() == []

@@ -7,7 +7,8 @@ import re
 import pytest
 from filled_arena import empty, filled, regions_closed
 
-from sparkd.ipc.messages import Attach, MessageError, Release, Stage, Stop
+from sparkd.ipc.directory import State
+from sparkd.ipc.messages import Attach, MessageError, Release, Stage, Staged, Stop
 from sparkd.store import service as service_module
 from sparkd.store.service import StoreService
 
@@ -27,7 +28,20 @@ def full(model_path):
 
 @pytest.fixture
 def service(full):
-    return StoreService(full.arena, full.loader, NAME)
+    service = StoreService(full.residents, full.loader, NAME)
+    for number, peer in enumerate((b"w", b"other")):
+        service.answer(peer, Attach(number, NAME))
+    return service
+
+
+def stage(service: StoreService, peer: bytes, msg: Stage) -> Staged:
+    """The answer, which is due at once when all is resident."""
+    reply = service.answer(peer, msg)
+    if reply is not None:
+        return reply
+    ((whom, staged),) = service.granted()
+    assert whom == peer
+    return staged
 
 
 def test_attach_tells_what_the_arena_holds(full, service):
@@ -45,7 +59,7 @@ def test_attach_for_another_model_says_which_one_is_served(service):
 
 def test_staged_records_come_with_slot_and_generation_in_the_order_asked_for(full, service):
     records = [[6, 7], [0, 0], [3, 2], [0, 0]]
-    answer = service.answer(b"w", Stage(9, NAME, records))
+    answer = stage(service, b"w", Stage(9, NAME, records))
     assert answer.batch == 9
     assert answer.error is None
     entries = [full.arena.directory.entry(*record) for record in records]
@@ -75,37 +89,73 @@ def test_a_record_that_does_not_exist_is_named_and_nothing_is_leased(service, re
     assert service.status()["leases"] == 0
 
 
-def test_records_that_are_not_there_yet_are_not_staged(model_path):
+def test_records_that_are_still_being_loaded_are_granted_when_they_are_there(model_path):
     one = empty(model_path(NAME))
-    service = StoreService(one.arena, one.loader, NAME)
-    answer = service.answer(b"w", Stage(1, NAME, [[0, 0], [0, 1]]))
-    assert answer.error == "2 of 2 records are still being loaded"
+    service = StoreService(one.residents, one.loader, NAME)
+    service.answer(b"w", Attach(0, NAME))
+    assert service.answer(b"w", Stage(1, NAME, [[0, 0], [6, 7]])) is None
+    assert service.granted() == []
     assert service.status()["resident"] == 0
+    one.loader.load()
+    entries = [one.arena.directory.entry(*record) for record in ([0, 0], [6, 7])]
+    ((peer, staged),) = service.granted()
+    assert (peer, staged.batch, staged.error) == (b"w", 1, None)
+    assert staged.slots == [entry.slot for entry in entries]
+    assert staged.generations == [entry.generation for entry in entries]
+
+
+def test_whoever_waits_for_a_record_that_cannot_be_read_is_told_why(model_path, monkeypatch):
+    one = empty(model_path(NAME))
+    service = StoreService(one.residents, one.loader, NAME)
+    service.answer(b"w", Attach(0, NAME))
+    service.answer(b"w", Stage(1, NAME, [[3, 4]]))
+    (copy,) = [copy for copy in one.residents.fill() if copy.record == (3, 4)]
+    assert one.arena.directory.entry(3, 4).state is State.LOADING
+    one.residents.failed(copy, "cannot read 100 bytes")
+    ((_, staged),) = service.granted()
+    assert staged.error == "expert 4 of expert layer 3 cannot be had: cannot read 100 bytes"
+    assert (service.status()["leases"], one.arena.directory.entry(3, 4).state) == (0, State.ABSENT)
+
+
+def test_a_worker_attaches_before_it_stages(service):
+    assert service.answer(b"stranger", Stage(1, NAME, [[0, 0]])).error == "a worker attaches before it stages"
+    assert service.answer(b"stranger", Attach(16, NAME)).error == "no worker 16: their numbers go to 15"
 
 
 def test_a_lease_is_its_workers_alone(service):
-    lease = service.answer(b"w", Stage(1, NAME, [[0, 0]])).lease
+    lease = stage(service, b"w", Stage(1, NAME, [[0, 0]])).lease
     for peer, number in ((b"other", lease), (b"w", lease + 1)):
         with pytest.raises(MessageError, match="not held by this worker"):
             service.answer(peer, Release(number))
     assert service.status()["leases"] == 1
 
 
-def test_the_leases_of_a_worker_end_when_it_is_gone_or_replaced(service):
-    service.answer(b"w1", Attach(0, NAME))
-    service.answer(b"w1", Stage(1, NAME, [[0, 0]]))
-    service.answer(b"w2", Stage(1, NAME, [[0, 0]]))
-    service.drop(b"w2")
+def test_the_leases_of_a_worker_end_when_it_is_gone_replaced_or_attached_again(service):
+    for peer in (b"w", b"other"):
+        stage(service, peer, Stage(1, NAME, [[0, 0]]))
+    service.drop(b"other")
     assert service.status()["leases"] == 1
-    service.answer(b"w3", Attach(0, NAME))
+    service.answer(b"new", Attach(0, NAME))
+    assert service.status()["leases"] == 0
+    stage(service, b"new", Stage(1, NAME, [[0, 0]]))
+    service.answer(b"new", Stage(2, NAME, [[0, 1]]))
+    service.answer(b"new", Attach(0, NAME))
+    assert service.status()["leases"] == 0
+    assert service.granted() == [], "the second answer is not due any more"
+
+
+def test_a_grant_that_did_not_reach_its_worker_is_taken_back(service):
+    staged = stage(service, b"w", Stage(1, NAME, [[0, 0]]))
+    service.unsent(staged)
+    service.unsent(staged)
     assert service.status()["leases"] == 0
 
 
 def test_a_worker_that_never_releases_is_bounded(service, monkeypatch):
     monkeypatch.setattr(service_module, "MAX_LEASES", 3)
-    answers = [service.answer(b"w", Stage(n, NAME, [[0, 0]])) for n in range(4)]
+    answers = [stage(service, b"w", Stage(n, NAME, [[0, 0]])) for n in range(4)]
     assert [answer.error for answer in answers] == [None, None, None, "this worker holds 3 leases already"]
-    assert service.answer(b"other", Stage(0, NAME, [[0, 0]])).error is None
+    assert stage(service, b"other", Stage(0, NAME, [[0, 0]])).error is None
 
 
 def test_messages_that_are_not_for_a_store_are_refused(service):
@@ -118,3 +168,5 @@ def test_status_tells_sizes_and_residents(full, service):
     assert status["layers"] == [{"records": 8, "resident": 8}] * 7
     assert status["bytes_loaded"] == status["bytes_total"] == status["bytes_read"] == full.loader.total
     assert sum(slab["slots"] for slab in status["slabs"]) == status["records"] == 56
+    assert sum(slab["ring"] for slab in status["slabs"]) == 56
+    assert sum(slab["free"] + slab["moving"] + slab["reserve"] + slab["hot"] for slab in status["slabs"]) == 0
