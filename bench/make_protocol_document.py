@@ -197,6 +197,7 @@ def limits_table() -> str:
         ("items of one list", str(wire.MAX_ITEMS)),
         ("maps and lists of one message, and values of its free-form content", str(wire.MAX_VALUES)),
         ("nesting within a free-form `map`", f"{wire.MAX_DEPTH} levels"),
+        ("values in all free-form maps of a message; maps and lists in a message", f"{wire.MAX_VALUES} each"),
         ("texts of one request together", f"{tokenizer.MAX_CHARACTERS} characters, {chat.MAX_VALUES} values"),
         ("memory of all open requests", f"{front_door.HELD_BYTES} bytes, half of it for one app"),
         ("connections", str(front_door.MAX_CLIENTS)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from sparkd.ipc.messages import Failed, Finished, Json
+from sparkd.ipc.messages import Failed, Finished, Json, Message
 from sparkd.log import details
 from sparkd.supervisor.requests import Client, Request, Stage
 
@@ -65,6 +65,11 @@ def line(request: Request, now: float) -> str:
         hit_rate=end.hit_rate if isinstance(end, Finished) else None,
         resumed=request.resumed or None,
     )
+
+
+def outline(msg: Message) -> str:
+    """What kind of message it is and what it is about, without its content."""
+    return details(type=type(msg).__name__, tag=getattr(msg, "tag", None), request=getattr(msg, "request", None))
 
 
 def _stage(request: Request) -> str:

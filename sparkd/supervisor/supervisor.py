@@ -327,7 +327,9 @@ class Supervisor:
                 continue
             if received is None:
                 return
-            self._door.receive(*received, now)
+            peer, msg = received
+            _log.debug("app %s: %s", peer.hex()[-8:], overview.outline(msg))
+            self._door.receive(peer, msg, now)
 
     def _deliver(self, now: float) -> None:
         """Carry what the front door has for apps and for the worker."""

@@ -83,3 +83,9 @@ def test_a_long_queue_is_listed_in_part() -> None:
     for number in range(overview.MOST + 10):
         door.receive(b"a", m.Generate(tag=number, tokens=[1], max_tokens=1), 0.0)
     assert (door.queued, len(door.overview(1.0)["open_requests"])) == (overview.MOST + 10, overview.MOST)
+
+
+def test_the_outline_of_a_message_holds_nothing_of_its_content() -> None:
+    assert overview.outline(m.Generate(tag=3, prompt=SECRET)) == "type=Generate tag=3"
+    assert overview.outline(m.Cancel(7)) == "type=Cancel request=7"
+    assert overview.outline(m.Hello([1], SECRET)) == "type=Hello"
