@@ -24,12 +24,18 @@ class Attention : public Operation {
     void run(Step& step) override;
 
   private:
+    // Consecutive rows of one sequence.
+    struct Block {
+        int64_t first, count;
+    };
+
     void store(Step& step, int64_t row) const;
     // Heads first .. first + count - 1, which share a KV head.
-    void attend(Step& step, int64_t row, int first, int count, float* scratch) const;
+    void attend(Step& step, const Block& rows, int first, int count, float* scratch) const;
 
     Value q_, k_, v_, out_;
     Shape shape_;
+    std::vector<Block> blocks_;  // of the step
 };
 
 }  // namespace spark

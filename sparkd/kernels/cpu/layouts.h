@@ -51,6 +51,7 @@ inline __m128i eight_words(uint64_t bytes) { return _mm_cvtepu8_epi16(_mm_cvtsi6
 struct Offsets {  // d and -o as float16 at the start of the block, 6-bit scales and minima of 32 elements
     static constexpr bool kOffset = true, kSigned = false;
     static constexpr int kBias = 0, kSub = 32, kD = 0, kO = 2;
+    static Scales32Bytes spread_scales(const uint8_t* b) { return Scales32Bytes(SixBits(b + 4).scales); }
     static __m128i scales(const uint8_t* b) { return eight_words(SixBits(b + 4).scales); }
     static __m128i minima(const uint8_t* b) { return eight_words(SixBits(b + 4).minima); }
 };
@@ -75,6 +76,7 @@ struct Q5K : Offsets {
 struct Q2K {
     static constexpr int kType = Q2_K, kBytes = 84, kBias = 0, kSub = 16, kD = 80, kO = 82;
     static constexpr bool kOffset = true, kSigned = false;
+    static Scales16 spread_scales(const uint8_t* b) { return Scales16(scales(b)); }
     static __m256i scales(const uint8_t* b) {
         return _mm256_cvtepu8_epi16(_mm_and_si128(load_128(b), _mm_set1_epi8(15)));
     }
@@ -90,6 +92,7 @@ struct Q2K {
 struct Q3K {
     static constexpr int kType = Q3_K, kBytes = 110, kBias = 4, kSub = 16, kD = 108;
     static constexpr bool kOffset = false, kSigned = false;
+    static Scales16 spread_scales(const uint8_t* b) { return Scales16(scales(b)); }
     static __m256i scales(const uint8_t* b) {
         const uint8_t* s = b + 96;
         const uint64_t low = load_as<uint64_t>(s), high = load_as<uint32_t>(s + 8);
@@ -110,6 +113,7 @@ struct Q3K {
 struct Q6K {
     static constexpr int kType = Q6_K, kBytes = 210, kBias = 32, kSub = 16, kD = 208;
     static constexpr bool kOffset = false, kSigned = false;
+    static Scales16 spread_scales(const uint8_t* b) { return Scales16(scales(b)); }
     static __m256i scales(const uint8_t* b) { return _mm256_cvtepi8_epi16(load_128(b + 192)); }
     template <int C>
     static Bytes chunk(const uint8_t* b) {
@@ -132,6 +136,7 @@ inline __m256i from_book(const int8_t* book, __m256i nibbles) {
 struct IQ4XS {
     static constexpr int kType = IQ4_XS, kBytes = 136, kBias = 0, kSub = 32, kD = 0;
     static constexpr bool kOffset = false, kSigned = true;
+    static Scales32 spread_scales(const uint8_t* b) { return Scales32(scales(b)); }
     static __m128i scales(const uint8_t* b) {
         const uint32_t low = load_as<uint32_t>(b + 4), high = load_as<uint16_t>(b + 2);
         // Bits 4 and 5 of word i: pair i of `high`. Nibbles of `low` to words the same way.

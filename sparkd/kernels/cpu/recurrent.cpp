@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cpu/float_kernels.h"
+
 namespace spark {
 
 namespace {
@@ -103,13 +105,7 @@ void GatedDelta::run_head(Step& step, const Segment& segment, int head, float* s
         const float beta = sigmoid(step.row_of(beta_, row)[head]);
         const float decay = exp(softplus(step.row_of(alpha_, row)[head] + dt_bias_[head]) * a_[head]);
         float* out = step.row_of(out_, row) + head * n;
-        for (int i = 0; i < n; ++i) {
-            float* s = state + i * n;
-            for (int j = 0; j < n; ++j) s[j] = s[j] * decay;
-            const float d = (v[i] - dot32(s, k, n)) * beta;
-            for (int j = 0; j < n; ++j) s[j] = fma(d, k[j], s[j]);
-            out[i] = dot32(s, q, n);
-        }
+        delta_rows(state, n, n, q, k, v, beta, decay, out);
     }
 }
 

@@ -12,6 +12,9 @@ namespace spark::row_products {
 
 using namespace layouts;
 
+// Bytes ahead of the block in hand that are fetched into the cache: the hardware alone does not run far enough ahead.
+constexpr int kAhead = 8192;
+
 struct QuantisedRow {
     const int8_t* q;
     const float* a;
@@ -37,12 +40,14 @@ inline __m256i first_lanes(int count) {
 template <class T>
 inline Sum block_sum(const uint8_t* b, const QuantisedRow& x, int64_t block, __m128i& msum) {
     const int8_t* q = x.q + 256 * block;
-    const auto words = T::scales(b);
-    std::conditional_t<T::kSub == 32, Scales32, Scales16> scales(words);
+    _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + 64, _MM_HINT_T0);
+    if constexpr (T::kBytes > 128) _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + 128, _MM_HINT_T0);
+    const auto scales = T::spread_scales(b);
     Sum sum = no_sum();
     if constexpr (T::kBias != 0) {
         // Two sub-blocks per lane: what the bias made too much, shifted by its power of two.
-        const __m256i surplus = _mm256_madd_epi16(words, load_256(x.sums16 + 16 * block));
+        const __m256i surplus = _mm256_madd_epi16(T::scales(b), load_256(x.sums16 + 16 * block));
         sum = widened(_mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(surplus, T::kBias == 32 ? 5 : 2)));
     }
     const auto add = [&](Bytes w, Bytes activations, Bytes scale) {
@@ -79,7 +84,7 @@ inline __m256 wide_rows(const uint8_t* w, int64_t row_bytes, int rows, int block
         alignas(16) uint16_t d[8] = {}, o[8] = {};
         for (int lane = 0; lane < 8; ++lane) {
             isum[lane] = no_sum();
-            msum[lane] = _mm_setzero_si128();
+            if constexpr (T::kOffset) msum[lane] = _mm_setzero_si128();
             if (lane / LANES >= rows || lane % LANES >= present) continue;
             const int block = base + lane % LANES;
             const uint8_t* b = w + lane / LANES * row_bytes + static_cast<int64_t>(block) * T::kBytes;
@@ -108,6 +113,8 @@ template <class T>
 inline __m256 narrow_terms(const uint8_t* b, const QuantisedRow& x, int64_t block, int count) {
     constexpr int bias = T::kSigned ? kSignedBias : T::kBias;
     Sum sums[8];
+    for (int line = 0; line < 8 * T::kBytes; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + line, _MM_HINT_T0);
     for (int j = 0; j < 8; ++j) {
         sums[j] = no_sum();
         if (j >= count) continue;

@@ -52,13 +52,27 @@ uint64_t weight(float logit, float best, float temperature) {
     return static_cast<uint64_t>(exp((logit - best) / temperature) * 0x1p32f);
 }
 
+// The first of the largest logits. The loop has independent lanes, so that compilers see vectors.
 int32_t best_token(const float* logits, int32_t n) {
-    int32_t best = 0;
-    for (int32_t id = 0; id < n; ++id) {
-        if (!is_finite(logits[id])) throw std::domain_error("the logit of token " + std::to_string(id) + " is not finite");
-        if (logits[id] > logits[best]) best = id;
+    constexpr int32_t LANES = 16;
+    float largest[LANES];
+    int32_t magnitude[LANES] = {};
+    for (float& lane : largest) lane = logits[0];
+    const auto look = [&](int32_t id, int32_t lane) {
+        const auto bits = static_cast<int32_t>(bits_of(logits[id]) & 0x7fffffffu);
+        magnitude[lane] = bits > magnitude[lane] ? bits : magnitude[lane];
+        largest[lane] = larger(logits[id], largest[lane]);
+    };
+    int32_t id = 0;
+    for (; id + LANES <= n; id += LANES)
+        for (int32_t lane = 0; lane < LANES; ++lane) look(id + lane, lane);
+    for (; id < n; ++id) look(id, id % LANES);
+    if (*std::max_element(magnitude, magnitude + LANES) >= 0x7f800000) {
+        id = 0;
+        while (is_finite(logits[id])) ++id;
+        throw std::domain_error("the logit of token " + std::to_string(id) + " is not finite");
     }
-    return best;
+    return static_cast<int32_t>(std::find(logits, logits + n, *std::max_element(largest, largest + LANES)) - logits);
 }
 
 // Infinities become the largest finite values.

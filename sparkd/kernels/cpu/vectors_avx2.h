@@ -60,6 +60,15 @@ struct Scales32 {  // eight, one per 32 elements
         return {_mm256_shuffle_epi8(v, _mm256_set1_epi16(low)), _mm256_shuffle_epi8(v, _mm256_set1_epi16(high))};
     }
 };
+struct Scales32Bytes {  // the same from unsigned bytes
+    __m256i v;
+    explicit Scales32Bytes(uint64_t scales) : v(_mm256_set1_epi64x(static_cast<int64_t>(scales))) {}
+    template <int C>
+    Bytes chunk() const {
+        constexpr auto low = static_cast<short>(0x8000 | 2 * C), high = static_cast<short>(0x8000 | (2 * C + 1));
+        return {_mm256_shuffle_epi8(v, _mm256_set1_epi16(low)), _mm256_shuffle_epi8(v, _mm256_set1_epi16(high))};
+    }
+};
 struct Scales16 {  // sixteen, one per 16 elements
     __m256i low, high;
     explicit Scales16(__m256i scales)
@@ -95,5 +104,41 @@ inline __m256i dot_unsigned(__m256i u, __m256i x) {
 constexpr int kSignedBias = 0;
 inline __m256i dot_signed(__m256i w, __m256i x) { return _mm256_madd_epi16(
     _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1)); }
+
+// --- floats
+
+constexpr int kLanes = 8;
+using Floats = __m256;
+
+inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+inline Floats everywhere(float x) { return _mm256_set1_ps(x); }
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats from_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+
+// The 32 partials of a dot32, eight in each register.
+struct Partials {
+    Floats v[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    void add(const Floats* x, const Floats* w) {
+        for (int k = 0; k < 4; ++k) v[k] = multiply_add(x[k], w[k], v[k]);
+    }
+    // The first two steps of the halving tree.
+    Floats folded() const { return _mm256_add_ps(_mm256_add_ps(v[0], v[2]), _mm256_add_ps(v[1], v[3])); }
+};
+
+// Lane i: what the further steps of the halving tree (4, 2, 1) make of v[i].
+inline Floats trees(const Floats* v) {
+    Floats a[4], b[2];
+    for (int i = 0; i < 4; ++i)  // [v[i] | v[i + 4]], four partials each
+        a[i] = add(_mm256_permute2f128_ps(v[i], v[i + 4], 0x20), _mm256_permute2f128_ps(v[i], v[i + 4], 0x31));
+    for (int i = 0; i < 2; ++i)  // two partials of a[i], two of a[i + 2] in each half
+        b[i] = add(_mm256_shuffle_ps(a[i], a[i + 2], 0x44), _mm256_shuffle_ps(a[i], a[i + 2], 0xee));
+    // In each half a[0], a[2], a[1], a[3].
+    const Floats sums = add(_mm256_shuffle_ps(b[0], b[1], 0x88), _mm256_shuffle_ps(b[0], b[1], 0xdd));
+    return _mm256_permute_ps(sums, 0xd8);
+}
 
 }  // namespace spark::vectors

@@ -22,13 +22,18 @@ inline Bytes twice32(const void* p) {
 inline Bytes join(__m256i low, __m256i high) { return {_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)}; }
 inline Bytes both(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 inline Bytes masked(Bytes a, uint8_t mask) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(static_cast<char>(mask)))}; }
+// LOW in all 64-bit lanes of the lower half, HIGH in those of the upper.
+template <int64_t LOW, int64_t HIGH>
+inline __m512i halves_of() {
+    return _mm512_set_epi64(HIGH, HIGH, HIGH, HIGH, LOW, LOW, LOW, LOW);
+}
 // 32-bit lanes turned right, those of the lower half by LOW bits, of the upper by HIGH: for bit fields of bytes, which
 // the caller masks.
 template <int LOW, int HIGH>
 inline Bytes turned(Bytes a) {
     constexpr int low = (LOW + 32) % 32, high = (HIGH + 32) % 32;
-    const __m512i counts = _mm512_inserti64x4(_mm512_set1_epi32(low), _mm256_set1_epi32(high), 1);
-    return {_mm512_rorv_epi32(a.v, counts)};
+    if constexpr (low == high) return {_mm512_ror_epi32(a.v, low)};
+    return {_mm512_rorv_epi32(a.v, halves_of<low | static_cast<int64_t>(low) << 32, high | static_cast<int64_t>(high) << 32>())};
 }
 
 inline Sum no_sum() { return _mm512_setzero_si512(); }
@@ -50,8 +55,17 @@ struct Scales32 {  // eight, one per 32 elements
     explicit Scales32(__m128i scales) : v(_mm512_broadcast_i32x4(scales)) {}
     template <int C>
     Bytes chunk() const {
-        const __m512i lane = _mm512_inserti64x4(_mm512_set1_epi16(2 * C), _mm256_set1_epi16(2 * C + 1), 1);
-        return {_mm512_permutexvar_epi16(lane, v)};
+        constexpr int64_t k = 0x0202020202020202, low = 0x0100010001000100;
+        return {_mm512_shuffle_epi8(v, halves_of<2 * C * k + low, (2 * C + 1) * k + low>())};
+    }
+};
+struct Scales32Bytes {  // the same from unsigned bytes
+    __m512i v;
+    explicit Scales32Bytes(uint64_t scales) : v(_mm512_set1_epi64(static_cast<int64_t>(scales))) {}
+    template <int C>
+    Bytes chunk() const {
+        constexpr int64_t k = 0x0001000100010001, none = static_cast<int64_t>(0x8000800080008000);
+        return {_mm512_shuffle_epi8(v, halves_of<(none | 2 * C * k), (none | (2 * C + 1) * k)>())};
     }
 };
 struct Scales16 {  // sixteen, one per 16 elements
@@ -90,6 +104,47 @@ inline __m256i dot_unsigned(__m256i u, __m256i x) { return _mm256_dpbusd_epi32(_
 constexpr int kSignedBias = 128;
 inline __m256i dot_signed(__m256i w, __m256i x) {
     return dot_unsigned(_mm256_xor_si256(w, _mm256_set1_epi8(-128)), x);
+}
+
+// --- floats
+
+constexpr int kLanes = 16;
+using Floats = __m512;
+
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline Floats everywhere(float x) { return _mm512_set1_ps(x); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats from_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+
+// The 32 partials of a dot32, those of lanes j and j + 16 in registers 0 and 1.
+struct Partials {
+    Floats v[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    void add(const Floats* x, const Floats* w) {
+        for (int k = 0; k < 2; ++k) v[k] = multiply_add(x[k], w[k], v[k]);
+    }
+    // The first step of the halving tree.
+    Floats folded() const { return _mm512_add_ps(v[0], v[1]); }
+};
+
+// Lane i: what the further steps of the halving tree (8, 4, 2, 1) make of v[i].
+inline Floats trees(const Floats* v) {
+    Floats a[8], b[4], c[2];
+    for (int i = 0; i < 8; ++i) {  // [v[i] | v[i + 8]], eight partials each
+        a[i] = add(_mm512_shuffle_f32x4(v[i], v[i + 8], 0x44), _mm512_shuffle_f32x4(v[i], v[i + 8], 0xee));
+    }
+    for (int i = 0; i < 4; ++i) {  // four partials of i, i + 8, i + 4, i + 12
+        b[i] = add(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+    }
+    for (int i = 0; i < 2; ++i)  // two partials of b[i], two of b[i + 2] in each quarter
+        c[i] = add(_mm512_shuffle_ps(b[i], b[i + 2], 0x44), _mm512_shuffle_ps(b[i], b[i + 2], 0xee));
+    // In each quarter b[0], b[2], b[1], b[3].
+    const Floats sums = add(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
+    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+    return _mm512_permutexvar_ps(order, sums);
 }
 
 }  // namespace spark::vectors
