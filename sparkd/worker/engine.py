@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,7 @@ from sparkd.worker.state import PoolSize, StatePool
 
 #: Steps that the reported speed is an average of.
 _RECENT = 64
+_UNCOUNTED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Counts:
 class Engine:
     """Runs up to `limit` sequences at a time on one executor; others wait in the order they came.
 
-    Only the first `vocab` ids are ever chosen.
+    Only the first `vocab` ids are ever chosen. Each step of the executor runs inside `steps`, which counts it.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Engine:
         limit: int,
         *,
         vocab: int,
+        steps: AbstractContextManager[None] = _UNCOUNTED,
         routed: Callable[[Routing], None] = lambda routing: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,6 +88,7 @@ class Engine:
         self._pool = pool
         self._scheduler = scheduler
         self._vocab = vocab
+        self._steps = steps
         self._end_tokens = frozenset(end_tokens)
         self._limit = limit
         self._routed = routed
@@ -129,7 +133,8 @@ class Engine:
             return events
         batch = self._batch(step)
         began = self._clock()
-        result = self._executor.step(batch)
+        with self._steps:
+            result = self._executor.step(batch)
         now = self._clock()
         self._account(step, now - began)
         self._report_routing(step, result)

@@ -160,6 +160,7 @@ class WorkerServer:
             texts.tokenizer.end_of_generation_ids,
             settings.limits.sequences,
             vocab=texts.vocab,
+            steps=arena.directory.step_counter(_WORKER),
             routed=self._report_routing,
         )
         return Parts(model, arena, texts, size, pool, scheduler, engine, threads, isa)

@@ -13,6 +13,7 @@ from sparkd.errors import RequestError
 from sparkd.executors.base import Batch, RowKind, StepResult
 from sparkd.graph.program import ConvState, KvCache, Program
 from sparkd.graph.state import StateLayout
+from sparkd.ipc.directory import StepCounter
 from sparkd.ipc.messages import Admitted, Done, Prefilled, Produced, Refused, Sampling
 from sparkd.text.stop import StopMatcher
 from sparkd.worker.engine import Engine, Routing
@@ -93,9 +94,17 @@ class Bench:
         self.pool = StatePool(layout, PoolSize.worst_case(layout, limit, room or CONTEXT, MAX_ROWS), MAX_ROWS)
         self.executor = FakeExecutor(poison)
         self.routed: list[Routing] = []
+        self.counters = np.zeros(8, np.uint64)
         self.engine = Engine(
-            self.executor, self.pool, Scheduler(MAX_ROWS, 1e9), {END}, limit, vocab=vocab, routed=self.routed.append
-        )  # fmt: skip
+            self.executor,
+            self.pool,
+            Scheduler(MAX_ROWS, 1e9),
+            {END},
+            limit,
+            vocab=vocab,
+            steps=StepCounter(self.counters, 0),
+            routed=self.routed.append,
+        )
 
     def submit(self, request: int, prompt: list[int], produced: list[int] | None = None, **fields: Any) -> None:
         given = {"max_tokens": 10, "ignore_eos": True, "stop": [], "sampling": Sampling(seed=5)} | fields
@@ -327,3 +336,20 @@ def test_routing_says_which_rows_count_as_decode() -> None:
     bench.run()
     assert [r.decode.tolist() for r in bench.routed] == [[0] * 16, [0] * 4, [1], [1]]
     assert [r.step for r in bench.routed] == [1, 2, 3, 4]
+
+
+def test_a_step_counts_as_begun_before_the_executor_reads_weights_and_as_ended_only_afterwards():
+    bench = Bench()
+    seen = []
+    step = bench.executor.step
+
+    def counted(batch: Batch) -> StepResult:
+        seen.append(bench.counters[:2].tolist())
+        return step(batch)
+
+    bench.executor.step = counted
+    bench.submit(1, [3, 4, 5], max_tokens=4)
+    while bench.engine.busy:
+        bench.engine.step()
+    assert seen == [[number + 1, number] for number in range(len(seen))]
+    assert bench.counters[:2].tolist() == [len(seen)] * 2 == [4, 4]

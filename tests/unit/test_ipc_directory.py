@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from sparkd.errors import UnavailableError
 from sparkd.ipc import _atomics
-from sparkd.ipc.directory import GENERATIONS, Directory, Entry, State
+from sparkd.ipc.directory import WORKERS, Directory, Entry, State
 from sparkd.ipc.memory import Region
+from sparkd.residency.epochs import Steps
+from sparkd.residency.slots import GENERATIONS
 
 
 @pytest.fixture
@@ -70,6 +72,35 @@ def test_no_word_outside_the_table_is_touched(region, layer, expert):
         directory.entry(layer, expert)
     with pytest.raises(IndexError):
         directory.publish(layer, expert, Entry(State.RESIDENT, 0, 0))
+
+
+def test_everybody_sees_which_steps_of_a_worker_have_begun_and_ended(region):
+    store = Directory.create(region, 4096, 1, 1)
+    worker = Directory.attach(region, 4096).step_counter(3)
+    assert store.steps() == [Steps(0, 0)] * WORKERS
+    for step in range(1, 4):
+        with worker:
+            assert store.steps()[3] == Steps(step, step - 1)
+        assert store.steps()[3] == Steps(step, step)
+    assert store.steps()[2] == store.steps()[4] == Steps(0, 0)
+
+
+def test_a_step_ends_however_it_ends(region):
+    directory = Directory.create(region, 0, 1, 1)
+    with pytest.raises(OSError), directory.step_counter(0):
+        raise OSError
+    assert directory.steps()[0] == Steps(1, 1)
+
+
+def test_the_step_a_dead_worker_was_in_has_ended_when_its_successor_counts(region):
+    directory = Directory.create(region, 0, 1, 1)
+    directory.step_counter(15).__enter__()
+    assert directory.steps()[15] == Steps(1, 0)
+    with directory.step_counter(15):
+        assert directory.steps()[15] == Steps(2, 1)
+    for nobody in (-1, 16):
+        with pytest.raises(IndexError, match="there are 16"):
+            directory.step_counter(nobody)
 
 
 def test_a_region_without_a_directory_is_refused(region):
