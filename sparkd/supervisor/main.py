@@ -47,6 +47,7 @@ def run(
     notify, kept = Notifier.take(os.environ), take_kept(os.environ)
     try:
         with RunLock(run_dir, _client_path(settings, run_dir), group_id(settings.socket.group)) as lock:
+            notify.status("planning")
             plan, region = prepare(settings, notify, kept)
             with (
                 region as arena,

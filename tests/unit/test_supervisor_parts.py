@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from sparkd.errors import ConfigError, UnavailableError
 from sparkd.ipc.sockets import RunDirectory
-from sparkd.supervisor.notify import Notifier
+from sparkd.supervisor.processes import Process
 from sparkd.supervisor.run_lock import RunLock
 from sparkd.supervisor.status import PATIENCE_S, Rounds
 from sparkd.worker.threads import count_threads, cpu_quota, physical_cores
@@ -81,6 +83,33 @@ def test_the_client_socket_of_another_daemon_is_left_alone(tmp_path: Path) -> No
         assert not client.exists()
 
 
+def test_processes_of_a_dead_daemon_are_ended_and_strangers_with_their_numbers_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    with subprocess.Popen(["sleep", "600"]) as orphan, subprocess.Popen(["sleep", "600"]) as stranger:
+        left, other = Process.of(orphan.pid), Process.of(stranger.pid)
+        assert left is not None and other is not None
+        (path / "lock").write_text(
+            f"4194304 1\n{left.pid} {left.started} worker\n{other.pid} {other.started - 1} store\n"
+        )
+        with lock(path) as held:
+            assert orphan.wait(60) == -signal.SIGKILL
+            assert stranger.poll() is None
+            held.record([("worker", stranger.pid)])
+            own = Process.of(os.getpid())
+            assert own is not None
+            noted = (path / "lock").read_text().splitlines()
+            assert noted == [f"{own.pid} {own.started}", f"{other.pid} {other.started} worker"]
+        stranger.kill()
+
+
+def test_a_process_that_has_ended_is_not_alive_even_before_anybody_has_noticed() -> None:
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert Process.of(child.pid) is None
+    assert Process(child.pid, 1).end()
+
+
 def test_a_place_that_cannot_be_a_run_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/run.*--run-dir"):
@@ -92,27 +121,6 @@ def test_a_group_may_pass_through_to_the_client_socket_and_no_further(tmp_path: 
     with RunLock(run_dir, run_dir.client, group=os.getgid()):
         assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o710
         assert run_dir.path.stat().st_gid == os.getgid()
-
-
-@pytest.mark.parametrize("abstract", [False, True])
-def test_systemd_hears_what_it_should(tmp_path: Path, abstract: bool) -> None:
-    address = f"@sparkd-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind("\0" + address[1:] if abstract else address)
-        manager.settimeout(10)
-        notify = Notifier(address)
-        notify.status("loading: 10 %")
-        notify.status("loading: 10 %")
-        notify.ready()
-        notify.status("two\nlines")
-        notify.stopping()
-        heard = [manager.recv(1000) for _ in range(4)]
-    assert heard == [b"STATUS=loading: 10 %", b"READY=1", b"STATUS=two lines", b"STOPPING=1"]
-
-
-def test_without_systemd_nothing_is_said_and_nothing_breaks(tmp_path: Path) -> None:
-    Notifier("").ready()
-    Notifier(str(tmp_path / "nobody")).stopping()
 
 
 def test_one_round_of_questions_serves_all_who_ask_meanwhile() -> None:
