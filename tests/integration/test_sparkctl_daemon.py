@@ -21,7 +21,7 @@ from sparkctl import logs
 from sparkctl.main import main
 from sparkd.demo.main import MODEL as DEMO
 
-LIMITS = {"context": 4096, "sequences": 1, "queue": 8}
+LIMITS = {"context": 40_000, "sequences": 1, "queue": 8}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def sparkctl(one: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_apps_and_requests_are_listed_while_they_run_and_logged_when_they_end(laguna: Daemon) -> None:
     with laguna.client() as client:
-        running = client.generate(tokens=[1, 2, 3], max_tokens=4000, ignore_eos=True)
+        running = client.generate(tokens=[1, 2, 3], max_tokens=39_000, ignore_eos=True)
         next(iter(running.events()))
         queued = client.generate(prompt="a secret", max_tokens=7)
         listed = json.loads(sparkctl(laguna, "requests", "--json").stdout)
@@ -80,30 +80,30 @@ def test_without_a_daemon_logs_says_so_in_one_line(
     assert error.startswith(f"sparkctl: no daemon at {tmp_path / 'none.sock'}") and error.count("\n") == 1
 
 
-def test_a_drained_daemon_lets_running_requests_finish(laguna: Daemon) -> None:
+def test_a_drained_daemon_lets_open_requests_finish_and_refuses_new_ones(laguna: Daemon) -> None:
     with laguna.client() as client:
-        running = client.generate(tokens=[1, 2, 3], max_tokens=400, ignore_eos=True)
-        waiting = client.generate(tokens=[1], max_tokens=4)
-        next(iter(running.events()))
+        # More chunks than the credit of a stream that is not read: it stays open until it is.
+        open_one = client.generate(tokens=[1, 2, 3], max_tokens=400, ignore_eos=True)
         drain = subprocess.Popen(
             [sys.executable, "-m", "sparkctl", "drain", "--socket", str(laguna.socket)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        until(lambda: client.status()["state"] == "stopping", laguna.said)
         with pytest.raises(RequestFailed, match="being stopped") as refused:
-            waiting.read()
+            client.generate(tokens=[1], max_tokens=4)
         assert refused.value.retry
-        running.read()
-        assert (running.finish_reason, len(running.tokens)) == ("length", 400)
+        open_one.read()
+        assert (open_one.finish_reason, len(open_one.tokens)) == ("length", 400)
         said, progress = drain.communicate(timeout=PATIENCE_S)
     assert (drain.returncode, said) == (0, f"process {laguna.process.pid} has ended\n")
-    assert all(line.startswith("stopping: ") for line in progress.splitlines())
+    assert all(line.startswith(("ready: ", "stopping: ")) for line in progress.splitlines())
     assert laguna.process.wait(PATIENCE_S) == 0
 
 
 def test_a_stopped_daemon_ends_at_once_with_the_reason(laguna: Daemon) -> None:
     pids = laguna.pids()
     with laguna.client() as client:
-        running = client.generate(tokens=[1, 2, 3], max_tokens=4000, ignore_eos=True)
+        running = client.generate(tokens=[1, 2, 3], max_tokens=39_000, ignore_eos=True)
         next(iter(running.events()))
         stopped = sparkctl(laguna, "stop")
         assert (stopped.returncode, stopped.stdout) == (0, f"process {laguna.process.pid} has ended\n")
