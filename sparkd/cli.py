@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sparkctl import shell
-from sparkd import __version__
+from sparkd import __version__, log
 from sparkd.config import Settings, keys, load, load_with_origins
 from sparkd.errors import ConfigError, SparkError
 
@@ -54,7 +54,11 @@ def _serve(args: argparse.Namespace) -> int:
         _say(f"ready; ask it in another terminal: sparkctl generate{option} --chat 'Who are you?'; Ctrl-C stops it")
 
     _say(f"socket {socket}; loading is shown by: sparkctl status{option}")
-    return run(settings, run_dir, ready, lambda: load(_files(args), flags=_flags(args)))
+    try:
+        return run(settings, run_dir, ready, lambda: load(_files(args), flags=_flags(args)))
+    except SparkError as error:
+        log.last_words(error)
+        return 1
 
 
 def _say(line: str) -> None:

@@ -36,6 +36,11 @@ def set_level(level: str) -> None:
     logging.getLogger("sparkd").setLevel(level.upper())
 
 
+def last_words(error: Exception) -> None:
+    """Say why the daemon ends: one plain line for people, an error for the journal."""
+    sys.stderr.write(f"{'<3>' if _to_journal() else ''}sparkd: {_one_line(str(error))}\n")
+
+
 def details(**values: object) -> str:
     """`key=value` for each that is not None; text that holds more than a word is quoted, so that it stays one value."""
     return " ".join(f"{key}={_written(value)}" for key, value in values.items() if value is not None)

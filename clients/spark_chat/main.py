@@ -9,38 +9,27 @@ Exit codes: 0 done, 1 failed (one line on standard error), 2 wrong usage, 130 in
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from spark_chat.session import Session
 from spark_client import Parameters, SparkClientError
+from sparkctl import shell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Chat until the input ends; returns the exit code."""
-    args = _parser().parse_args(argv)
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+    return shell.run("spark-chat", (SparkClientError,), lambda: _chat(_parser().parse_args(argv)))
+
+
+def _chat(args: argparse.Namespace) -> int:
     parameters: Parameters = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.seed is not None:
         parameters["seed"] = args.seed
     session = Session(args.socket, args.system, {"enable_thinking": True} if args.think else {}, parameters)
-    try:
+    with closing(session):
         return session.run()
-    except SparkClientError as error:
-        print(f"spark-chat: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Python flushes standard output once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    finally:
-        session.close()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spark_chat.conversation import Conversation
 from spark_client import Chunk, Client, ConnectionFailed, Finished, Parameters, Progress, RequestFailed, Stream
-from spark_client.terminal import printable
+from sparkctl.plain import printable
 
 HELP = """\
 /help           this list

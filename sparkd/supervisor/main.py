@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = RunDirectory(given.run_dir.absolute()) if given.run_dir else RunDirectory.default()
         return run(Settings.from_json(given.settings), run_dir)
     except SparkError as error:
-        sys.stderr.write(f"sparkd: {error}\n")
+        log.last_words(error)
         return 1
 
 

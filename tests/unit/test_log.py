@@ -68,3 +68,15 @@ def test_the_journal_gets_a_priority_for_every_line_and_no_time(tmp_path: Path) 
 def test_details_are_plain_words_or_quoted_and_missing_ones_are_left_out() -> None:
     written = details(request=3, client='my "app"\\', seconds=0.12345, stop=None, path="/a/b.gguf", nothing="")
     assert written == r'request=3 client="my \"app\"\\" seconds=0.123 path=/a/b.gguf nothing=""'
+
+
+def test_why_a_daemon_ends_is_a_plain_line_for_people_and_an_error_in_the_journal(tmp_path: Path) -> None:
+    program = "from sparkd import log; log.last_words(ValueError('no model\\nto serve'))"
+    shown = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert shown == "sparkd: no model\\nto serve\n"
+    path = tmp_path / "journal"
+    with path.open("w") as stream:
+        stat = os.fstat(stream.fileno())
+        env = os.environ | {"JOURNAL_STREAM": f"{stat.st_dev}:{stat.st_ino}"}
+        subprocess.run([sys.executable, "-c", program], stderr=stream, env=env, check=True)
+    assert path.read_text() == "<3>sparkd: no model\\nto serve\n"
