@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,7 @@ def main() -> None:
                 elif not drop_caches():
                     continue
                 results.setdefault((name, cache), []).append(measure(way))
+                print(f"{name}, {cache}: {results[name, cache][-1][0]:.2f} GB/s", file=sys.stderr, flush=True)
     print("| way | page cache | GB/s | slowest - fastest | processor s/GB |\n| --- | --- | --- | --- | --- |")
     for (name, cache), runs in results.items():
         speeds, costs = zip(*runs, strict=True)
