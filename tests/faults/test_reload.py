@@ -6,7 +6,7 @@ import grp
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 from daemon import PATIENCE_S, Daemon, running, until
 
 from spark_client import RequestFailed
+
+MODEL = "laguna-tiny-s1-q4_k_m"
 
 
 class Configured(Daemon):
@@ -46,11 +48,19 @@ class Configured(Daemon):
         return self.status()["reload"]
 
 
-@pytest.fixture
-def served(model: Path, tmp_path: Path) -> Iterator[Configured]:
-    with running(Configured(model, tmp_path / "run")) as one:
+@pytest.fixture(scope="module")
+def shared(model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configured]:
+    with running(Configured(model_path(MODEL), tmp_path_factory.mktemp("daemon") / "run")) as one:
         one.ready()
         yield one
+
+
+@pytest.fixture
+def served(shared: Configured, model: Path) -> Configured:
+    """With the settings it began with."""
+    shared.write(model, sequences=1, queue=4)
+    shared.reload()
+    return shared
 
 
 def test_what_can_change_changes_and_the_rest_is_named(served: Configured, model: Path) -> None:

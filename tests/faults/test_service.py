@@ -61,11 +61,13 @@ def test_a_worker_that_cannot_compute_a_token_is_never_called_ready(model: Path,
 
 
 def test_what_runs_may_finish_when_the_daemon_is_asked_to_stop_and_nothing_else_begins(managed: Managed) -> None:
+    """Even if a worker dies meanwhile."""
     with managed.ready().client() as client, managed.client() as other:
         undisturbed = start(client).read(PATIENCE_S)
         streams = [start(client), start(other)]
         waiting = start(client)
         next(streams[1].events())
+        worker = managed.pid("worker")
         managed.process.terminate()
         with pytest.raises(RequestFailed, match="being stopped") as ended:
             waiting.read(PATIENCE_S)
@@ -73,22 +75,10 @@ def test_what_runs_may_finish_when_the_daemon_is_asked_to_stop_and_nothing_else_
             start(other)
         assert ended.value.retry and refused.value.retry
         assert client.status()["state"] == "stopping"
+        os.kill(worker, signal.SIGKILL)
         assert [stream.read(PATIENCE_S) for stream in streams] == [undisturbed] * 2
         assert managed.process.wait(PATIENCE_S) == 0
     assert list(managed.run_dir.iterdir()) == [] and list(managed.temporary.iterdir()) == []
-
-
-def test_a_worker_that_dies_while_the_daemon_drains_is_replaced_once_more(managed: Managed) -> None:
-    with managed.ready().client() as client:
-        undisturbed = start(client).read(PATIENCE_S)
-        stream = start(client)
-        next(stream.events())
-        worker = managed.pid("worker")
-        managed.process.terminate()
-        until(lambda: client.status()["state"] == "stopping", managed.said)
-        os.kill(worker, signal.SIGKILL)
-        assert stream.read(PATIENCE_S) == undisturbed
-        assert managed.process.wait(PATIENCE_S) == 0
 
 
 def test_patience_with_running_requests_has_an_end(model: Path, tmp_path: Path) -> None:
@@ -122,7 +112,7 @@ def test_an_arena_of_other_files_is_given_back_and_one_of_the_same_is_used(model
 
 def test_an_arena_that_is_half_filled_is_filled_to_the_end(managed: Managed) -> None:
     until(lambda: bool(managed.kept), managed.said)
-    for _ in range(5):
+    for _ in range(3):
         managed.process.kill()
         managed.process.wait()
         managed.start()

@@ -19,9 +19,10 @@ from spark_client import Client, RequestFailed
 LIMITS = {"context": 4096, "sequences": 2}
 
 
-@pytest.fixture
-def served(model: Path, tmp_path: Path) -> Iterator[OddDaemon]:
-    with running(OddDaemon(model, tmp_path / "run", limits=LIMITS)) as one:
+@pytest.fixture(scope="module")
+def served(model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[OddDaemon]:
+    run_dir = tmp_path_factory.mktemp("daemon") / "run"
+    with running(OddDaemon(model_path("laguna-tiny-s1-q4_k_m"), run_dir, limits=LIMITS)) as one:
         one.ready()
         yield one
 
@@ -38,11 +39,16 @@ def state(client: Client) -> str:
     return client.status()["state"]
 
 
+def restarts(client: Client) -> dict[str, int]:
+    return {p["role"]: p["restarts"] for p in client.status()["processes"]}
+
+
 def test_a_stopped_worker_is_reported_and_replaced_and_its_requests_are_resumed(
     served: OddDaemon, note: Callable[[str, list[str]], None]
 ) -> None:
     with served.client() as client:
         undisturbed = start(client).read(60)
+        before = restarts(client)
         stream = start(client)
         next(stream.events())
         pid = served.pid("worker")
@@ -57,8 +63,8 @@ def test_a_stopped_worker_is_reported_and_replaced_and_its_requests_are_resumed(
         assert refused.value.retry
         assert stream.read(60) == undisturbed
         note("seconds from SIGSTOP of the worker to", [f"its stream's end {time.monotonic() - stopped:.2f}"])
-        worker = process(client, "worker")
-        assert (worker["restarts"], worker["state"]) == (1, "ready") and worker["pid"] != pid
+        until(lambda: state(client) == "ready", served.said)
+        assert restarts(client) == before | {"worker": before["worker"] + 1} and served.pid("worker") != pid
         assert f"showed no life for {LOST_S:.0f} s and was killed" in served.said()
         assert start(client).read(60) == undisturbed
 
@@ -66,6 +72,7 @@ def test_a_stopped_worker_is_reported_and_replaced_and_its_requests_are_resumed(
 def test_a_process_that_goes_on_in_time_is_not_replaced(served: OddDaemon) -> None:
     with served.client() as client:
         undisturbed = start(client).read(60)
+        before = restarts(client)
         stream = start(client)
         next(stream.events())
         pid = served.pid("worker")
@@ -74,51 +81,53 @@ def test_a_process_that_goes_on_in_time_is_not_replaced(served: OddDaemon) -> No
         os.kill(pid, signal.SIGCONT)
         until(lambda: state(client) == "ready", served.said)
         assert stream.read(60) == undisturbed
-        assert client.status()["reason"] == "" and process(client, "worker")["restarts"] == 0
+        assert client.status()["reason"] == "" and restarts(client) == before
 
 
 def test_without_store_and_calibrator_requests_are_served_until_both_are_replaced(served: OddDaemon) -> None:
     with served.client() as client:
         undisturbed = start(client).read(60)
+        before = restarts(client)
         for role in ("store", "calibrator"):
             os.kill(served.pid(role), signal.SIGSTOP)
         until(lambda: "store" in (s := client.status()["reason"]) and "calibrator" in s, served.said)
         assert start(client).read(60) == undisturbed
         until(lambda: state(client) == "ready", served.said)
-        assert {role: process(client, role)["restarts"] for role in ("store", "worker", "calibrator")} == {
-            "store": 1,
-            "worker": 0,
-            "calibrator": 1,
-        }
+        changed = {role: count - before[role] for role, count in restarts(client).items()}
+        assert changed == {"supervisor": 0, "store": 1, "worker": 0, "calibrator": 1}
         assert client.status()["loading"]["read_bytes"] == 0
         assert start(client).read(60) == undisturbed
 
 
 def test_a_long_step_is_not_mistaken_for_a_stuck_one(served: OddDaemon) -> None:
     with served.client() as client, served.client() as watcher:
+        before = restarts(client)
         stream = start(client, SLOW, 20)
         began = time.monotonic()
         states = set()
         while time.monotonic() < began + SLOW_S:
             states.add(state(watcher))
         stream.read(60)
-        assert states == {"ready"} and process(client, "worker")["restarts"] == 0
+        assert states == {"ready"} and restarts(client) == before
 
 
 def test_a_step_that_never_ends_costs_the_worker_and_not_the_request(served: OddDaemon) -> None:
     with served.client() as client:
         tokens = []
+        before = restarts(client)
         for _ in range(2):
             stream = start(client, STUCK, 30)
             stream.read(60)
             tokens.append(stream.tokens)
-            assert process(client, "worker")["restarts"] == 1
+            until(lambda: state(client) == "ready", served.said)
+            assert restarts(client) == before | {"worker": before["worker"] + 1}
         assert tokens[0] == tokens[1] and len(tokens[0]) == 30
         assert "got no further" in served.said()
 
 
 def test_a_supervisor_that_was_stopped_does_not_blame_its_children(served: OddDaemon) -> None:
     with served.client() as client:
+        before = restarts(client)
         stream = start(client)
         next(stream.events())
         served.process.send_signal(signal.SIGSTOP)
@@ -126,4 +135,4 @@ def test_a_supervisor_that_was_stopped_does_not_blame_its_children(served: OddDa
         served.process.send_signal(signal.SIGCONT)
         stream.read(60)
         assert state(client) == "ready"
-        assert all(p["restarts"] == 0 for p in client.status()["processes"])
+        assert restarts(client) == before
