@@ -29,7 +29,8 @@ class Client:
 
     It may be shared between threads and carry several streams at once. Without `path` the socket is looked up
     (`address.find_socket`). `timeout` (seconds) bounds every wait for an answer of the daemon, not the generating;
-    that ends when the daemon stops answering pings. Raises ConnectionFailed.
+    that ends when the daemon stops answering pings. Raises ConnectionFailed. A connection that is lost stays lost, and
+    what was asked on it with it: make a new client, and ask again.
     """
 
     def __init__(self, path: str | Path | None = None, *, timeout: float = 10.0, name: str = "spark_client") -> None:

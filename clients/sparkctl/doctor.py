@@ -134,16 +134,17 @@ def _examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from _machine(settings, running, arena)
     yield findings.state_disk(state_folder())
     yield findings.socket_path(socket)
-    files = running.limits.get("open files", _limit(resource.RLIMIT_NOFILE))
+    files = running.limits.get("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield findings.descriptors(files, running.descriptors)
 
 
 def _machine(settings: Settings, running: Running, arena: int) -> Iterator[Finding]:
-    limit = running.limits.get("locked memory", _limit(resource.RLIMIT_MEMLOCK))
-    # Root, or who may lock without limit, is bound by none.
-    if not running.pid and _may_lock():
-        limit = -1
-    lock = findings.memlock(limit, arena)
+    if running.serves:
+        told = running.status["memory"]
+        lock = findings.locked(told["locked_bytes"], told["arena_bytes"], told["lock_note"])
+    else:
+        # Who has CAP_IPC_LOCK is bound by no limit.
+        lock = findings.memlock(-1 if _may_lock() else resource.getrlimit(resource.RLIMIT_MEMLOCK)[1], arena)
     if settings.memory.lock == "off":
         lock = Finding(lock.check, Level.OK, 'memory.lock is "off"')
     yield lock
@@ -248,11 +249,6 @@ def _cgroup() -> Finding:
     if "this machine" in tightest.name:
         return Finding("cgroup", Level.OK, "none leaves less than the machine has")
     return Finding("cgroup", Level.OK, f"{tightest.name} leaves {size(tightest.size)}")
-
-
-def _limit(kind: int) -> int:
-    """A limit of this process that it may raise itself to; -1: none."""
-    return resource.getrlimit(kind)[1] if kind == resource.RLIMIT_MEMLOCK else resource.getrlimit(kind)[0]
 
 
 def _may_lock() -> bool:

@@ -25,6 +25,9 @@ _HUGE_PAGE = 2 << 20
 _REMOTE = re.compile(r"nfs\d?|cifs|smb3?|9p|virtiofs|ceph|glusterfs|lustre|fuse(\..+|blk)?|sshfs")
 #: What is left over on the disk of the profiles, at the least.
 _FREE_BYTES = 64 << 20
+_MORE_LOCKED = (
+    'raise the limit (LimitMEMLOCK=infinity in the unit, memlock in /etc/security/limits.conf), or memory.lock = "off"'
+)
 ROOT = Path("/")
 
 
@@ -46,6 +49,14 @@ class Finding:
     fix: str = ""
 
 
+def locked(done: int, need: int, note: str) -> Finding:
+    """What a daemon has locked: `done` of `need` bytes, and why it is not more."""
+    what = f"{size(done)} of {size(need)} of weights are locked"
+    if done == need:
+        return Finding("locked memory", Level.OK, what)
+    return Finding("locked memory", Level.WARN, what + (f": {note}" if note else ""), _MORE_LOCKED)
+
+
 def memlock(soft: int, need: int) -> Finding:
     """`soft`: bytes that may be locked (-1: all); `need`: bytes of the weights, 0 when they are not known."""
     if soft == -1:
@@ -54,12 +65,7 @@ def memlock(soft: int, need: int) -> Finding:
     if need and soft >= need:
         return Finding("locked memory", Level.OK, f"{what}, enough for {size(need)} of weights")
     of = f", the weights take {size(need)}" if need else ""
-    return Finding(
-        "locked memory",
-        Level.WARN,
-        f"{what}{of}: the rest may be swapped out",
-        'raise it (LimitMEMLOCK=infinity in the unit, memlock in /etc/security/limits.conf), or memory.lock = "off"',
-    )
+    return Finding("locked memory", Level.WARN, f"{what}{of}: the rest may be swapped out", _MORE_LOCKED)
 
 
 def swap(lockable: bool, root: Path = ROOT) -> Finding:

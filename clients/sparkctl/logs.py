@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
             raise SparkClientError(f"{error}; a log in a file of your own can be read there") from None
         return _journal(_SERVICE, False, args)
     with closing(daemon):
-        if daemon.unit and daemon.log.startswith("socket:"):
+        # Of another user's service one may not see where its log goes; a service's goes to the journal.
+        if daemon.unit and (daemon.log.startswith("socket:") or not daemon.log):
             return _journal(daemon.unit, daemon.user_unit, args)
         return _file(daemon, args)
 

@@ -226,6 +226,11 @@ class FrontDoor:
             if request.stage is not Stage.ABORTING:
                 self._abandon(request, self._failed(request, "unavailable", reason, retry=True), now)
 
+    def end(self) -> None:
+        """The worker is gone and none will come: what it was still to abort is over."""
+        for request in list(self._requests.values()):
+            self._over(request)
+
     def set_limits(self, limits: LimitSettings) -> None:
         """Go on with other limits; what they do not allow any more ends by itself."""
         self._limits = limits

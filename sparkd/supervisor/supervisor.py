@@ -133,6 +133,8 @@ class Supervisor:
                 self._judge(ready)
                 self._notify.status(self._line())
                 self._notify.alive(now)
+        self._door.end()
+        self._log_ended(time.monotonic())
         if self._failure is not None:
             raise self._failure
 

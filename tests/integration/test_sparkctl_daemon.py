@@ -111,6 +111,8 @@ def test_a_stopped_daemon_ends_at_once_with_the_reason(laguna: Daemon) -> None:
             running.read()
     assert laguna.process.wait(PATIENCE_S) == 0
     assert not any(alive(pid) for pid in pids)
+    (line,) = (line for line in laguna.said().splitlines() if "request ended" in line)
+    assert "request=1 client=spark_client reason=failed code=unavailable prompt_tokens=3 " in line
 
 
 @pytest.mark.parametrize("command", ["stop", "drain", "reload"])

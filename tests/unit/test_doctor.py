@@ -42,6 +42,17 @@ def test_a_small_limit_on_locked_memory_is_a_warning_with_both_numbers() -> None
     assert findings.memlock(64 << 10, 0).level is Level.WARN
 
 
+def test_what_a_daemon_could_not_lock_is_a_warning_in_its_own_words() -> None:
+    found = findings.locked(GIB, 2 * GIB, "the limit on locked memory is 1073741824 bytes")
+    assert (found.level, found.what) == (
+        Level.WARN,
+        "1.0 GiB of 2.0 GiB of weights are locked: the limit on locked memory is 1073741824 bytes",
+    )
+    assert findings.locked(GIB, GIB, "") == Finding(
+        "locked memory", Level.OK, "1.0 GiB of 1.0 GiB of weights are locked"
+    )
+
+
 SWAPS = "Filename\tType\tSize\tUsed\tPriority\n/dev/sda2 partition 2097152 0 -2\n/swapfile file 1048576 0 -3\n"
 
 
@@ -164,6 +175,7 @@ def test_the_daemon_that_runs_is_examined(
 ) -> None:
     monkeypatch.setattr("sparkctl.process._command", lambda pid: ["sparkd", "serve"])
     memory = {"arena_bytes": GIB, "need_bytes": 2 * GIB, "limit_bytes": 4 * GIB, "limit": "memory.host_gib"}
+    memory |= {"locked_bytes": GIB, "lock_note": ""}
     status = {"state": "degraded", "reason": "the worker was killed", "memory": memory}
     daemon = fake_daemon(status=status | {"model": {"path": str(DEMO_MODEL)}})
     code, found = examined(capsys, "--socket", str(daemon.path))
