@@ -202,6 +202,17 @@ def test_logits_that_are_not_finite_fail_the_request_and_name_the_token(value, t
         sample(x, Sampling(temperature, logit_bias=[Bias(123, -100.0)]), 0)
 
 
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 300])
+def test_the_first_of_the_best_is_found_wherever_it_lies_and_so_is_what_is_not_finite(vocabulary):
+    for place in range(vocabulary):
+        x = logits(9, vocabulary=vocabulary)
+        x[place::3] = 50.0
+        assert sample(x, Sampling(), 0) == place
+        x[place:] = np.nan
+        with pytest.raises(RequestError, match=f"token {place} is not finite"):
+            sample(x, Sampling(), 0)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 300), st.floats(0.1, 30), st.integers(0, MAX_LOGPROBS), st.data())
 def test_log_probabilities_are_those_of_the_softmax_best_first(noise, vocabulary, spread, best, data):
