@@ -166,7 +166,7 @@ class Children:
         if child.pulse is None:
             return False
         child.pulse.beat(beat.progress, beat.busy, now)
-        if child.condition is not Condition.SILENT:
+        if child.condition is not Condition.SILENT or child.verdict:
             return False
         child.condition, child.reason = Condition.READY, ""
         return True

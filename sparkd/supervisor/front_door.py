@@ -210,7 +210,7 @@ class FrontDoor:
             else:
                 request.stage = Stage.QUEUED
                 self._left.append(request)
-        self._left = deque(sorted(self._left, key=lambda r: (r.entry.standing, r.number)))
+        self._left = deque(sorted(self._left, key=lambda r: (*r.entry.turn, r.number)))
 
     def drain(self, reason: str, now: float) -> None:
         """Take on nothing more: what has begun may finish, all else ends or is refused with `reason`."""

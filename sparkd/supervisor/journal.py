@@ -56,6 +56,11 @@ class Entry:
         """Tokens of the prompt as far as they are known."""
         return len(self.prompt if self.prompt is not None else self.ask.tokens or ())
 
+    @property
+    def turn(self) -> tuple[Standing, int]:
+        """What decides when it is resumed: its standing, then how much must be computed again, the shortest first."""
+        return self.standing, len(self.prompt or self.ask.tokens or ()) + len(self.produced)
+
     def admitted(self, msg: Admitted) -> None:
         """Note the prompt's ids and the seed; they stay the same when a request is admitted again."""
         self.prompt = array("i", msg.tokens)

@@ -197,19 +197,21 @@ def test_a_request_that_costs_worker_after_worker_fails_alone(house: House) -> N
     assert isinstance(house.ask(b"b"), m.Accepted)
 
 
-def test_requests_left_by_a_worker_are_resumed_one_after_another_before_new_ones(house: House) -> None:
-    first, second, third = (house.accepted(b"a", tag=i) for i in range(3))
+def test_requests_left_by_a_worker_are_resumed_one_after_another_the_shortest_first_before_new_ones(
+    house: House,
+) -> None:
+    long, short, new = (house.accepted(b"a", tag=i) for i in range(3))
     house.orders()
-    house.produce(first, 0, 5)
+    house.produce(long, 0, 5)
     house.door.worker_lost("killed", 1.0)
     house.door.worker_ready(2.0)
-    assert [run.request for run in house.orders()] == [first]
-    house.produce(first, 5, PROOF_TOKENS)
-    assert [run.request for run in house.orders()] == [second]
-    house.done(first)
+    assert [run.request for run in house.orders()] == [short]
+    house.produce(short, 0, PROOF_TOKENS)
+    assert [run.request for run in house.orders()] == [long]
+    house.done(short)
     assert house.orders() == []
-    house.produce(second, 0, PROOF_TOKENS)
-    assert [run.request for run in house.orders()] == [third]
+    house.produce(long, 5, PROOF_TOKENS)
+    assert [run.request for run in house.orders()] == [new]
 
 
 def test_a_request_fails_when_workers_end_with_nothing_else_running_and_its_neighbour_does_not(house: House) -> None:

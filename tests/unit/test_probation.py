@@ -41,7 +41,7 @@ class Service:
                 cause = probation.crashed([self.entries[n] for n in running])
                 left = [self.entries[n] for n in running if self.entries[n] is not cause]
                 self.failed |= {n for n in running if self.entries[n] is cause}
-                waiting = sorted(waiting + left, key=lambda entry: (entry.standing, self.entries.index(entry)))
+                waiting = sorted(waiting + left, key=lambda entry: entry.turn)
                 running.clear()
             for n in list(running):
                 self.entries[n].produced.append(0)
