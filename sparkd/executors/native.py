@@ -156,6 +156,12 @@ class NativeExecutor:
         return out
 
 
+def product_paths(formats: Collection[Format], isa: str = "auto") -> dict[str, str]:
+    """For each computable type its arithmetic and the kernels that the module for `isa` has: "integer ..., avx2"."""
+    module = native(isa)
+    return {f.name: f"{f.arithmetic.value}, {module.products_path(f.id)}" for f in formats if f.arithmetic is not None}
+
+
 def _common_top_k(program: Program) -> int:
     top_k = {layer.top_k for layer in program.expert_layers}
     if len(top_k) > 1:

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparkd.config import Settings
 from sparkd.errors import UnavailableError
-from sparkd.executors.native import NativeExecutor, StateMemory
+from sparkd.executors.native import NativeExecutor, StateMemory, product_paths
 from sparkd.gguf.formats import Format
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
@@ -244,7 +244,7 @@ class WorkerServer:
                 "threads": parts.threads,
                 "max_rows": STEP_ROWS,
                 "kv_type": self._settings.kv.type,
-                "types": {f.name: f.arithmetic.value for f in _formats(parts.arena) if f.arithmetic is not None},
+                "types": product_paths(_formats(parts.arena), parts.isa),
             },
         }
 

@@ -13,6 +13,7 @@ namespace {
 // The gap between two loops of a step is a few microseconds, a wake-up from sleep costs tens: look for work this often
 // before going to sleep. Short, because the machine's cores may be wanted by others.
 constexpr int kSpins = 4000;
+constexpr uint32_t kNothingLeft = 0xffffffff;
 
 void pause() {
 #if defined(__x86_64__)
@@ -38,58 +39,73 @@ ThreadPool::ThreadPool(int threads) {
 }
 
 ThreadPool::~ThreadPool() {
+    stop_.store(true);
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        stop_ = true;
-        generation_.fetch_add(1, std::memory_order_release);
+        next_.fetch_add(uint64_t{1} << 32);
     }
     wake_.notify_all();
     for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::run(int64_t count, int64_t grain, const Body& body) {
-    if (workers_.empty() || count <= grain) {
-        for (int64_t begin = 0; begin < count; begin += grain) body(begin, std::min(begin + grain, count), 0);
-        return;
+void ThreadPool::share_out(const Work& work) {
+    // 32 bits count the grains; more of them than 2^20 serve nobody.
+    const int64_t grain = std::max(work.grain, (work.count >> 20) / work.grain * work.grain + work.grain);
+    const auto grains = static_cast<uint32_t>((work.count + grain - 1) / grain);
+    const uint32_t number = run_number();
+    next_.store(static_cast<uint64_t>(number) << 32 | kNothingLeft);  // for whoever still looks at the last run
+    work_ = work;
+    work_.grain = grain;
+    grains_.store(grains);
+    done_.store(0);
+    next_.store(static_cast<uint64_t>(number + 1) << 32);
+    if (parked_.load() > 0) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        wake_.notify_all();
     }
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        body_ = &body;
-        count_ = count;
-        grain_ = grain;
-        next_.store(0, std::memory_order_relaxed);
-        busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-        generation_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
-    take_blocks(0);
-    while (busy_.load(std::memory_order_acquire) != 0) {
-        for (int spin = 0; spin < kSpins && busy_.load(std::memory_order_acquire) != 0; ++spin) pause();
-        if (busy_.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+    take_parts(0);
+    for (int spin = 0; done_.load(std::memory_order_acquire) != grains; ++spin)
+        if (spin < kSpins)
+            pause();
+        else
+            std::this_thread::yield();
+}
+
+void ThreadPool::take_parts(int thread) {
+    const auto threads = static_cast<uint32_t>(workers_.size() + 1);
+    uint64_t next = next_.load();
+    for (;;) {
+        const uint32_t first = static_cast<uint32_t>(next), grains = grains_.load();
+        if (first >= grains) return;
+        // Large parts first, for few meetings; small ones last, so that all end together.
+        const uint32_t size = std::max(1u, (grains - first) / (4 * threads));
+        if (!next_.compare_exchange_weak(next, next + size)) continue;
+        const Work& work = work_;
+        work.call(work.body, first * work.grain, std::min((first + size) * work.grain, work.count), thread);
+        done_.fetch_add(size, std::memory_order_release);
+        next = next_.load();
     }
 }
 
-void ThreadPool::take_blocks(int thread) {
-    for (;;) {
-        const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
-        if (begin >= count_) return;
-        (*body_)(begin, std::min(begin + grain_, count_), thread);
+void ThreadPool::wait_for_work(uint32_t seen) {
+    for (int spin = 0; spin < kSpins; ++spin) {
+        if (run_number() != seen) return;
+        pause();
     }
+    std::unique_lock<std::mutex> lock(mutex_);
+    parked_.fetch_add(1);
+    wake_.wait(lock, [&] { return run_number() != seen; });
+    parked_.fetch_sub(1);
 }
 
 void ThreadPool::work(int thread) {
     const FloatEnvironment environment;
-    uint64_t seen = 0;
+    uint32_t seen = 0;
     for (;;) {
-        for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) pause();
-        if (generation_.load(std::memory_order_acquire) == seen) {
-            std::unique_lock<std::mutex> lock(mutex_);
-            wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
-        }
-        seen = generation_.load(std::memory_order_acquire);
-        if (stop_) return;
-        take_blocks(thread);
-        busy_.fetch_sub(1, std::memory_order_release);
+        wait_for_work(seen);
+        if (stop_.load()) return;
+        seen = run_number();
+        take_parts(thread);
     }
 }
 
