@@ -52,8 +52,10 @@ def _parts(document: Document) -> Iterator[Text | Table]:
         yield _processes(document["processes"])
     if _part(document, "residency").get("layers"):
         yield _residency(document)
-    for note in document.get("notes", ()):
-        yield Text(f"note: {printable(note)}")
+    profile = _part(_part(document, "calibration"), "profile")
+    for note in (*document.get("notes", ()), profile.get("note")):
+        if note:
+            yield Text(f"note: {printable(note)}")
 
 
 # ---- over and over ----

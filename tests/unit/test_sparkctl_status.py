@@ -48,7 +48,8 @@ def document() -> dict[str, Any]:
         "executor": {"kind": "native", "isa": "x86-64-v3", "threads": 2, "max_rows": 512, "kv_type": "f16",
                      "types": {"Q4_K": "INT256"}},
         "calibration": {
-            "model": "spark", "steps": 9, "refused": 0, "dropped_steps": 0,
+            "steps": 9, "refused": 0, "dropped_steps": 0,
+            "profile": {"path": "/s/x.profile", "note": "/s/x.profile: the checksum does not fit"},
             "decode": {"rows": 9, "counts": [[8, 1, 0, 0], [0, 4, 4, 0]], "busiest_quarter": [0.89, 0.5]},
             "prefill": {"rows": 9, "counts": [[8, 1, 0, 0], [0, 4, 4, 0]], "busiest_quarter": [0.89, 0.5]},
         },
@@ -82,6 +83,7 @@ def test_every_part_of_the_document_is_shown(capsys: pytest.CaptureFixture[str])
     worker = row(text, "worker")
     assert "failed" in worker and "1.2 s ago" in worker and "killed by signal 9" in worker
     assert row(text, "note") == "note: key 'x' is odd\\x1b[31m"
+    assert "note: /s/x.profile: the checksum does not fit" in text
 
 
 def test_residency_is_a_bar_for_each_layer_beside_the_use_of_its_experts(capsys: pytest.CaptureFixture[str]) -> None:
