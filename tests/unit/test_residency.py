@@ -464,7 +464,7 @@ def test_an_ending_of_a_copy_that_is_not_under_way_is_impossible():
 def test_a_slot_takes_only_the_turns_that_are_drawn():
     slot = Slot(0, Place(3, 1), reserve=False)
     for wrong in (SlotState.COPIED, SlotState.RESIDENT, SlotState.DRAINING, SlotState.CANCELLING):
-        with pytest.raises(RuntimeError, match="slot=3.* of slab 0 cannot go from FREE"):
+        with pytest.raises(RuntimeError, match=r"slot=3.* of slab 0 cannot go from FREE"):
             slot.turn(wrong)
     with pytest.raises(RuntimeError, match="has no record"):
         _ = slot.owner
