@@ -20,8 +20,8 @@ from sparkd.store.layout import Extent, core_extent, record_extents
 from sparkd.store.reading import ShardFile, new_buffer
 from sparkd.store.residents import Residents
 
-#: Threads that read at the same time.
-READERS = 4
+#: Threads that read at the same time: as many as make a difference (bench/README.md).
+READERS = 8
 #: Bytes of a core tensor that one reader takes at a time, so that all share a big one and a stop is noticed soon.
 _PIECE = 8 << 20
 _Job = TypeVar("_Job")
