@@ -1,8 +1,9 @@
 # Everything here works on a fresh machine with Python 3.11+ and a C++17 compiler: each target makes its own .venv.
-#   make demo    build sparkd and let the built-in model answer
-#   make test    build sparkd with its test dependencies, check the code, run the tests
-#   make soak    the long tests: every golden vector and every chunking
-#   make clean   remove what was built
+#   make demo     build sparkd and let the built-in model answer
+#   make test     build sparkd with its test dependencies, check the code, run the tests
+#   make soak     the long tests: every golden vector and every chunking
+#   make sanitize the kernels under the address, undefined-behaviour and thread sanitizers
+#   make clean    remove what was built
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find sparkd -name '*.cpp' -o -na
 COMPILERS := $(if $(filter default undefined,$(origin CXX)),c++ g++ clang++,$(firstword $(CXX)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint soak clean toolchain
+.PHONY: demo test lint soak sanitize clean toolchain
 
 demo: $(VENV)/.base
 	$(BIN)/sparkd demo
@@ -28,6 +29,18 @@ lint: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak
+
+CHECKED := tests/native/check_kernels.cpp sparkd/kernels/cpu/fast_products.cpp sparkd/kernels/cpu/products.cpp sparkd/kernels/cpu/pool.cpp
+CHECK := $(or $(CXX),c++) -std=c++17 -g -O1 -ffp-contract=off -pthread -w -Isparkd/kernels $(CHECKED)
+ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all
+
+# Instruction sets that this machine lacks are skipped with a line.
+sanitize: toolchain
+	@mkdir -p build/sanitize
+	@grep -qw avx512_vnni /proc/cpuinfo && $(CHECK) $(ADDRESS) -march=x86-64-v4 -mavx512vnni -o build/sanitize/v4 && build/sanitize/v4 || { grep -qw avx512_vnni /proc/cpuinfo && exit 1 || echo "no AVX-512 here"; }
+	@grep -qw avx2 /proc/cpuinfo && $(CHECK) $(ADDRESS) -march=x86-64-v3 -o build/sanitize/v3 && build/sanitize/v3 || { grep -qw avx2 /proc/cpuinfo && exit 1 || echo "no AVX2 here"; }
+	@$(CHECK) $(ADDRESS) -o build/sanitize/base && build/sanitize/base
+	@$(CHECK) -fsanitize=thread -o build/sanitize/thread && build/sanitize/thread
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

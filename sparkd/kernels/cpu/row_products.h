@@ -112,14 +112,14 @@ inline __m256 wide_rows(const uint8_t* w, int64_t row_bytes, int rows, int block
 template <class T>
 inline __m256 narrow_terms(const uint8_t* b, const QuantisedRow& x, int64_t block, int count) {
     constexpr int bias = T::kSigned ? kSignedBias : T::kBias;
-    Sum sums[8];
+    __m256i sums[8];
     for (int line = 0; line < 8 * T::kBytes; line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + line, _MM_HINT_T0);
     for (int j = 0; j < 8; ++j) {
-        sums[j] = no_sum();
+        sums[j] = _mm256_setzero_si256();
         if (j >= count) continue;
         const __m256i w = T::values(b + j * T::kBytes), q = load_256(x.q + 32 * (block + j));
-        sums[j] = widened(T::kSigned ? dot_signed(w, q) : dot_unsigned(w, q));
+        sums[j] = T::kSigned ? dot_signed(w, q) : dot_unsigned(w, q);
     }
     const __m256i present = first_lanes(count);
     alignas(16) int16_t words[8] = {};
@@ -127,7 +127,7 @@ inline __m256 narrow_terms(const uint8_t* b, const QuantisedRow& x, int64_t bloc
     const __m256i sum_of_x = _mm256_cvtepi16_epi32(load_128(words));
     const __m256 a = _mm256_maskload_ps(x.a + block, present);
     const __m256 da = _mm256_mul_ps(T::template d<T::kBytes>(b, count), a);
-    const __m256i isum = _mm256_sub_epi32(eight_sums(sums), _mm256_mullo_epi32(sum_of_x, _mm256_set1_epi32(bias)));
+    const __m256i isum = _mm256_sub_epi32(eight_sums_256(sums), _mm256_mullo_epi32(sum_of_x, _mm256_set1_epi32(bias)));
     if constexpr (!T::kOffset) return _mm256_mul_ps(da, _mm256_cvtepi32_ps(isum));
     const __m256 oa = _mm256_mul_ps(halves(b, T::kBytes, 2, count), a);
     return _mm256_fmadd_ps(da, _mm256_cvtepi32_ps(isum), _mm256_mul_ps(oa, _mm256_cvtepi32_ps(sum_of_x)));

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cpu/vectors_256.h"
+
 namespace spark::vectors {
 
 constexpr const char* kPath = "avx2";
@@ -88,22 +90,18 @@ struct Scales16 {  // sixteen, one per 16 elements
 };
 
 // Lane i: the sum of all lanes of v[i].
-inline __m256i eight_sums(const Sum* v) {
-    // In each half one part of the sums of four.
-    const __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-    const __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
-    return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
-}
+inline __m256i eight_sums(const Sum* v) { return eight_sums_256(v); }
 
-// Sums over each four bytes of u * x, u <= 127.
+// Sums over each four bytes of u * x, u <= 128.
 inline __m256i dot_unsigned(__m256i u, __m256i x) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1));
 }
 
 // The instruction sees signed w as it is, its sign having gone to x (which is never -128; w may be).
 constexpr int kSignedBias = 0;
-inline __m256i dot_signed(__m256i w, __m256i x) { return _mm256_madd_epi16(
-    _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1)); }
+inline __m256i dot_signed(__m256i w, __m256i x) {
+    return dot_unsigned(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+}
 
 // --- floats
 

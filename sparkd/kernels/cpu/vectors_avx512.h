@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cpu/vectors_256.h"
+
 namespace spark::vectors {
 
 constexpr const char* kPath = "avx512-vnni";
@@ -33,7 +35,8 @@ template <int LOW, int HIGH>
 inline Bytes turned(Bytes a) {
     constexpr int low = (LOW + 32) % 32, high = (HIGH + 32) % 32;
     if constexpr (low == high) return {_mm512_ror_epi32(a.v, low)};
-    return {_mm512_rorv_epi32(a.v, halves_of<low | static_cast<int64_t>(low) << 32, high | static_cast<int64_t>(high) << 32>())};
+    constexpr int64_t k = 0x0000000100000001;
+    return {_mm512_rorv_epi32(a.v, halves_of<low * k, high * k>())};
 }
 
 inline Sum no_sum() { return _mm512_setzero_si512(); }
