@@ -48,6 +48,7 @@ def test_flags_win_over_variables_and_variables_over_files(tmp_path: Path) -> No
         ("[cpu]\nthreads = 1.5\n", 2, "cpu.threads = 1.5"),
         ("[kv]\ntype = 'q8_0'\n", 2, "kv.type = 'q8_0'"),
         ("[memory]\nvram_gib = 8\n", 2, "no GPU worker"),
+        ("[memory]\nhuge_pages = 'always'\n", 2, "memory.huge_pages = 'always'"),
         ("[numerics]\nprefill = 'fast'\n", 2, "numerics.prefill = 'fast'"),
         ("kv.type = 'x'\n", 1, "kv.type = 'x'"),
         ("kv = { type = 'x' }\n", 1, "kv.type = 'x'"),
