@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,10 +19,11 @@ _START_S = 600.0
 
 
 class Log:
-    """Lines of a daemon, each with the second (of time.monotonic) at which it came."""
+    """Lines of a daemon, each with the second (of time.monotonic) at which it came; `heard` gets each at once."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], heard: Callable[[str], None]) -> None:
         self._process = process
+        self._heard = heard
         self._lines: list[tuple[float, str]] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -39,11 +40,12 @@ class Log:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._lines.append((time.monotonic(), line.rstrip()))
+            self._heard(line)
 
 
 @contextmanager
-def serving(model: Path, *flags: str) -> Iterator[tuple[Client, Log]]:
-    """Serve `model` with default settings but for `flags` until the block ends."""
+def serving(model: Path, *flags: str, heard: Callable[[str], None] = lambda line: None) -> Iterator[tuple[Client, Log]]:
+    """Serve `model` with default settings but for `flags` until the block ends; `heard` gets each line of the log."""
     with TemporaryDirectory(prefix="sparkd-") as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SPARKD_")}
         command = [sys.executable, "-m", "sparkd.cli", "serve", str(model), "--config", os.devnull]
@@ -56,7 +58,7 @@ def serving(model: Path, *flags: str) -> Iterator[tuple[Client, Log]]:
             text=True,
         )
         try:
-            log = Log(process)
+            log = Log(process, heard)
             with _connect(Path(folder) / "client.sock", process, log) as client:
                 yield client, log
         finally:
