@@ -77,7 +77,7 @@ class _Within(Daemon):
         super().__init__(*given, **settings)
 
     def start(self) -> subprocess.Popen[bytes]:
-        self._command = self._around(self._command)
+        self.command = self._around(self.command)
         return super().start()
 
 
