@@ -208,7 +208,7 @@ class Tokenizer:
     def token_bytes(self, index: int) -> bytes:
         """The bytes that the token stands for; a control token gives its literal text.
 
-        None for an id beyond the vocabulary: embeddings may have more rows, and a model may choose one of them.
+        An id beyond the vocabulary (embeddings may have more rows) stands for no bytes. IndexError for one below 0.
         """
         if index >= len(self._tokens):
             return b""
