@@ -204,7 +204,7 @@ def test_control_c_at_the_prompt_drops_the_line_and_stays(fake_daemon: Start) ->
         screen.until(r"/quit leaves\).*> ")
         screen.type("wanted\r")
         screen.until("answer 1!.*> ")
-        screen.type("\x04")
+        screen.type("/quit\r")
         assert screen.ended() == 0
     assert daemon.of(m.Generate)[0].chat == said("wanted")
 
@@ -219,7 +219,7 @@ def test_a_refused_turn_is_said_and_forgotten(fake_daemon: Start) -> None:
         screen.until(r"spark-chat: too \\x1b\[31mlong.*> ")
         screen.type("small\r")
         screen.until("fine.*> ")
-        screen.type("\x04")
+        screen.type("/quit\r")
         assert screen.ended() == 0
     assert daemon.of(m.Generate)[1].chat == said("small")
 
@@ -237,7 +237,7 @@ def test_the_conversation_outlives_the_daemon(fake_daemon: Start) -> None:
         second = fake_daemon(plan=answer)
         screen.type("three\r")
         screen.until("answer 2!.*> ")
-        screen.type("\x04")
+        screen.type("/quit\r")
         assert screen.ended() == 0
     assert second.of(m.Generate)[0].chat == said("one", "answer 1!", "three")
 
