@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--lock", choices=("auto", "off"), default="auto")
     given = parser.parse_args()
-    settings = Settings.model_validate(
+    settings = Settings.of(
         {
             "model": {"path": str(given.model.absolute())},
             "limits": {"context": given.context},

@@ -67,7 +67,7 @@ def _say(line: str) -> None:
 
 def _config(args: argparse.Namespace) -> int:
     loaded = load_with_origins(_files(args), flags=_flags(args))
-    document = loaded.settings.model_dump()
+    document = loaded.settings.to_dict()
     if args.json:
         print(json.dumps(document, indent=2))
         return 0

@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from sparkd.errors import ConfigError
 
@@ -22,81 +23,98 @@ _PREFIX = "SPARKD_"
 #: Variables with our prefix that are not settings: where the daemon's sockets lie, and what the tests use.
 _OTHER_VARIABLES = {"SPARKD_RUN_DIR", "SPARKD_CONFIG", "SPARKD_TEST_MODELS"}
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+_T = TypeVar("_T")
 
 
-class ModelSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The bounds of a number, which it may reach."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
     """Which model is served."""
 
     path: str = ""
 
 
-class MemorySettings(_Section):
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
     """How much memory the weights may take, and how it is held."""
 
-    host_gib: Annotated[float, Field(ge=0, le=65536)] = 0.0
-    vram_gib: Annotated[float, Field(ge=0, le=0)] = 0.0
+    host_gib: Annotated[float, Within(0, 65536)] = 0.0
+    vram_gib: Annotated[float, Within(0, 0)] = 0.0
     lock: Literal["auto", "off"] = "auto"
     huge_pages: Literal["auto", "off"] = "auto"
 
 
-class CpuSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class CpuSettings:
     """How the CPU computes."""
 
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    threads: Annotated[int, Within(0, 1024)] = 0
     isa: Literal["auto", "x86-64", "x86-64-v3", "x86-64-v4"] = "auto"
 
 
-class KvSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class KvSettings:
     """How keys and values of attention are kept."""
 
     type: Literal["f16", "f32"] = "f16"
 
 
-class NumericsSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class NumericsSettings:
     """Readings of the model's mathematics."""
 
     prefill: Literal["exact"] = "exact"
     yarn: Literal["keys", "llama", "final"] = "keys"
 
 
-class LimitSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class LimitSettings:
     """What one daemon takes on at most."""
 
-    context: Annotated[int, Field(ge=64, le=1 << 22)] = 8192
-    sequences: Annotated[int, Field(ge=1, le=64)] = 4
-    queue: Annotated[int, Field(ge=0, le=100_000)] = 256
-    timeout_s: Annotated[float, Field(gt=0, le=86400 * 7)] = 3600.0
+    context: Annotated[int, Within(64, 1 << 22)] = 8192
+    sequences: Annotated[int, Within(1, 64)] = 4
+    queue: Annotated[int, Within(0, 100_000)] = 256
+    timeout_s: Annotated[float, Within(0.001, 86400 * 7)] = 3600.0
 
 
-class SchedulerSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
     """How steps are formed."""
 
-    max_step_ms: Annotated[int, Field(ge=1, le=60_000)] = 250
+    max_step_ms: Annotated[int, Within(1, 60_000)] = 250
 
 
-class CalibrationSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class CalibrationSettings:
     """How live traffic is learned from."""
 
     enabled: bool = True
 
 
-class SocketSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class SocketSettings:
     """The socket apps connect to."""
 
     path: str = ""
     group: str = ""
 
 
-class LogSettings(_Section):
+@dataclass(frozen=True, slots=True)
+class LogSettings:
     """What is logged, to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class Settings(_Section):
+@dataclass(frozen=True, slots=True)
+class Settings:
     """All settings of a daemon; `config.toml` explains each key."""
 
     model: ModelSettings = ModelSettings()
@@ -111,26 +129,90 @@ class Settings(_Section):
     log: LogSettings = LogSettings()
 
     @staticmethod
+    def of(values: Mapping[str, Mapping[str, object]]) -> Settings:
+        """Settings from section, key and value. WrongSetting for the first that is unknown or impossible."""
+        sections: dict[str, Any] = get_type_hints(Settings)
+        unknown = next((name for name in values if name not in sections), None)
+        if unknown is not None:
+            raise WrongSetting(unknown, None, f"unknown section [{unknown}]", "sections: " + ", ".join(sections))
+        made: dict[str, Any] = {name: _section(name, sections[name], body) for name, body in values.items()}
+        return Settings(**made)
+
+    @staticmethod
     def from_json(text: str) -> Settings:
         """Settings as a parent process passes them to its children."""
-        return Settings.model_validate_json(text)
+        return Settings.of(json.loads(text))
 
     def to_json(self) -> str:
         """The inverse of `from_json`."""
-        return self.model_dump_json()
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Section, key and value; the inverse of `of`."""
+        return dataclasses.asdict(self)
+
+
+class WrongSetting(ConfigError):
+    """What is wrong with a section (`key` None) or a key, without the place it was written at."""
+
+    def __init__(self, section: str, key: str | None, what: str, fix: str = "") -> None:
+        super().__init__(what, fix=fix)
+        self.section = section
+        self.key = key
+
+
+def _section(name: str, kind: type[_T], body: Mapping[str, object]) -> _T:
+    hints = get_type_hints(kind, include_extras=True)
+    checked = {}
+    for key, value in body.items():
+        if key not in hints:
+            raise WrongSetting(name, key, f"unknown key {name}.{key}", f"keys of [{name}]: " + ", ".join(hints))
+        try:
+            checked[key] = _checked(hints[key], value)
+        except ValueError as error:
+            why = "this version has no GPU worker" if key == "vram_gib" else str(error)
+            raise WrongSetting(name, key, f"{name}.{key} = {value!r} is refused: {why}") from None
+    return kind(**checked)
+
+
+def _checked(hint: Any, value: Any) -> Any:
+    """`value` as the type hint of its key says; ValueError tells what it should be."""
+    if get_origin(hint) is Literal:
+        if value in get_args(hint):
+            return value
+        raise ValueError("it is one of " + ", ".join(map(repr, get_args(hint))))
+    kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    fits = type(value) in ((int, float) if kind is float else (kind,))
+    if fits and all(bound.least <= value <= bound.most for bound in bounds):
+        return kind(value)
+    limits = "".join(f" from {bound.least} to {bound.most}" for bound in bounds)
+    raise ValueError(f"it is a {_type_name(kind)}{limits}")
 
 
 def keys() -> Iterator[tuple[str, str, type]]:
     """Every (section, key, type of its default)."""
-    for section, field in Settings.model_fields.items():
-        for key, inner in type(field.default).model_fields.items():
-            yield section, key, type(inner.default)
+    for section, kind in get_type_hints(Settings).items():
+        for key in dataclasses.fields(kind):
+            yield section, key.name, type(key.default)
 
 
 def config_files() -> list[Path]:
-    """Files that are read when none is named: the system's, then the user's."""
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return [path for path in (Path("/etc/sparkd/config.toml"), home / "sparkd" / "config.toml") if path.exists()]
+    """Files that are read when none is named: the system's, the user's. ConfigError if one cannot be looked for."""
+    folders = [Path("/etc")]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        folders.append(Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"))
+    return [path for folder in folders if _is_there(path := folder / "sparkd" / "config.toml")]
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        fix = "name the settings to use: --config FILE (/dev/null for none)"
+        raise ConfigError(f"cannot be looked for: {error.strerror}", where=str(path), fix=fix) from None
+    return True
 
 
 #: Where a value that nobody gave comes from.
@@ -179,9 +261,10 @@ def load_with_origins(
         flag = f"--{section}-{key}".replace("_", "-")
         _set(values, origins, section, key, _parse(text, known[section, key], flag), f"flag {flag}")
     try:
-        settings = Settings.model_validate(values)
-    except ValidationError as error:
-        raise _explain(error, origins) from None
+        settings = Settings.of(values)
+    except WrongSetting as error:
+        where = origins.get((error.section, error.key or "")) or origins[error.section,]
+        raise ConfigError(error.what, where=where, fix=error.fix) from None
     return Loaded(settings, {key: origins.get(key, DEFAULT) for key in known})
 
 
@@ -242,29 +325,10 @@ def _parse(text: str, kind: type, where: str) -> Any:
 
 
 def _type_name(kind: type) -> str:
-    return {bool: "true or false", int: "whole number", float: "number"}.get(kind, kind.__name__)
+    return {bool: "true or false", int: "whole number", float: "number", str: "text"}[kind]
 
 
 def _nearest(name: str, variables: Mapping[str, tuple[str, str]]) -> str:
-    section = next((s for s in Settings.model_fields if name.startswith(f"{_PREFIX}{s}_".upper())), None)
+    section = next((s for s, _ in variables.values() if name.startswith(f"{_PREFIX}{s}_".upper())), None)
     known = [v for v, (s, _) in variables.items() if section is None or s == section]
     return "known ones: " + ", ".join(sorted(known))
-
-
-def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str]) -> ConfigError:
-    problem = error.errors()[0]
-    place = tuple(str(part) for part in problem["loc"])
-    where = origins.get(place[:2]) or origins.get(place[:1]) or ".".join(place)
-    name = ".".join(place)
-    if problem["type"] == "extra_forbidden":
-        if len(place) == 1:
-            return ConfigError(
-                f"unknown section [{name}]", where=where, fix="sections: " + ", ".join(Settings.model_fields)
-            )
-        known = [key for section, key, _ in keys() if section == place[0]]
-        return ConfigError(f"unknown key {name}", where=where, fix=f"keys of [{place[0]}]: " + ", ".join(known))
-    if place == ("memory", "vram_gib"):
-        return ConfigError(
-            f"memory.vram_gib = {problem['input']} is refused: this version has no GPU worker", where=where
-        )
-    return ConfigError(f"{name} = {problem['input']!r} is refused: {problem['msg']}", where=where)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,13 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What daemons keep (profiles) goes into a folder of this run, not into the user's."""
     os.environ.pop("STATE_DIRECTORY", None)
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Processes of the tests can be interrupted, also where a shell has put this run into the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

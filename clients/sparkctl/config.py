@@ -45,7 +45,7 @@ def _running(args: argparse.Namespace) -> Mapping[str, Any] | None:
 
 
 def _document(loaded: Loaded, running: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    values = loaded.settings.model_dump()
+    values = loaded.settings.to_dict()
     document = {}
     for (section, key), origin in loaded.origins.items():
         document[f"{section}.{key}"] = {"value": values[section][key], "from": origin}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pwd
@@ -26,7 +27,7 @@ from sparkctl.plain import printable, write_json
 from sparkctl.process import DaemonProcess
 from sparkctl.tables import console, size, table
 from sparkd.calibration.profile import state_folder
-from sparkd.config import Settings, load
+from sparkd.config import ModelSettings, Settings, load
 from sparkd.errors import BudgetError, ModelFileError, SparkError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.kernels import available
@@ -224,7 +225,7 @@ def _memory(settings: Settings, model: Path, running: Running, arena: int) -> tu
         told = running.status["memory"]
         what = f"served; it needs {size(told['need_bytes'])} of {size(told['limit_bytes'])} ({told['limit']})"
         return Finding("memory", Level.OK, what), arena
-    chosen = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(model)})})
+    chosen = dataclasses.replace(settings, model=ModelSettings(str(model)))
     command = [sys.executable, "-P", "-m", "sparkd.store.plan", "--settings", chosen.to_json()]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)

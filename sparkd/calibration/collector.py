@@ -45,10 +45,11 @@ class Collector:
         self._child.send(Ready(self._child.role))
         behind = False
         while self._child.running:
-            for query in self._child.wait(0.0 if behind else _POLL_S):
+            queries = self._child.wait(0.0 if behind else _POLL_S)
+            behind = self._collect()
+            for query in queries:
                 if isinstance(query, StatusQuery):
                     self._child.send(StatusAnswer(query.job, self._child.role, self.status()))
-            behind = self._collect()
             if time.monotonic() >= self._save_at:
                 self._save()
         while self._collect():

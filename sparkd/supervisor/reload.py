@@ -35,7 +35,7 @@ class Change:
 
 def change(current: Settings, wanted: Settings) -> Change:
     """What of `wanted` takes effect without a restart."""
-    values: dict[str, dict[str, Any]] = current.model_dump()
+    values: dict[str, dict[str, Any]] = current.to_dict()
     applied, restart = [], []
     for section, key, _ in keys():
         value = getattr(getattr(wanted, section), key)
@@ -46,7 +46,7 @@ def change(current: Settings, wanted: Settings) -> Change:
             applied.append(f"{section}.{key}")
         else:
             restart.append(f"{section}.{key}")
-    return Change(Settings.model_validate(values), applied, restart)
+    return Change(Settings.of(values), applied, restart)
 
 
 class Reloader:

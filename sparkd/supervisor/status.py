@@ -130,7 +130,7 @@ def document(
         "speed": worker.get("speed", {}),
         "executor": worker.get("executor", {}),
         "calibration": calibrator,
-        "settings": settings.model_dump(),
+        "settings": settings.to_dict(),
         "reload": reload,
         "notes": plan.notes,
     }

@@ -39,7 +39,7 @@ class Daemon:
         self.temporary.mkdir(exist_ok=True)
         self.environment = {**os.environ, "TMPDIR": str(self.temporary), **self.ENVIRONMENT}
         self.command = [sys.executable, *self.PROGRAM, "--run-dir", str(run_dir)]
-        self.command += ["--settings", Settings.model_validate(given).to_json()]
+        self.command += ["--settings", Settings.of(given).to_json()]
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -73,7 +73,7 @@ def test_the_demo_ends_with_the_status_and_where_the_experts_lie(demo: str) -> N
     status = demo[demo.rindex("\nready\n") :]
     assert re.search(r"requests +0 running, 0 queued, 1 connected; so far 9 finished", status)
     layers = re.findall(r"^ +(\d+) +(█{20}) +64 of 64 +\S.* +\d+% *$", status, re.MULTILINE)
-    assert [int(layer) for layer, _ in layers] == list(range(8))
+    assert [int(layer) for layer, _ in layers] == list(range(8)), status
     for role in ("supervisor", "store", "worker", "calibrator"):
         assert re.search(rf"^ {role} +ready ", status, re.MULTILINE)
 

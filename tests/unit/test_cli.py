@@ -45,7 +45,7 @@ def test_config_prints_the_settings_as_toml_that_can_be_read_back(
     shown = capsys.readouterr().out
     assert "threads = 3                               # flag --cpu-threads\n" in shown
     assert 'type = "f16"                              # default\n' in shown
-    settings = config.Settings.model_validate(tomllib.loads(shown))
+    settings = config.Settings.of(tomllib.loads(shown))
     assert (settings.cpu.threads, settings.calibration.enabled, settings.log.level) == (3, False, "error")
 
 

@@ -34,7 +34,7 @@ def test_the_client_imports_nothing_of_the_daemon_or_its_dependencies() -> None:
     program = "import sys, spark_client; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert {"zmq", "msgpack"} <= set(loaded)
-    assert not {"sparkd", "numpy", "torch", "rich", "pydantic", "gguf", "tokenizers"} & set(loaded)
+    assert not {"sparkd", "numpy", "torch", "rich", "gguf", "tokenizers"} & set(loaded)
 
 
 def test_text_tokens_and_figures_of_a_request_reach_the_app(fake_daemon: Start) -> None:

@@ -21,7 +21,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_config_toml_documents_every_key_with_its_default() -> None:
     documented = tomllib.loads((ROOT / "config.toml").read_text())
-    assert documented == config.Settings().model_dump()
+    assert documented == config.Settings().to_dict()
     assert config.load([ROOT / "config.toml"], {}) == config.Settings()
 
 
@@ -83,7 +83,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("name", "value", "says"),
     [
         ("SPARKD_CPU_THREADS", "many", "'many' is not a whole number"),
-        ("SPARKD_CPU_THREADS", "5000", "less than or equal to 1024"),
+        ("SPARKD_CPU_THREADS", "5000", "it is a whole number from 0 to 1024"),
         ("SPARKD_CPU_THREAD", "1", "unknown setting"),
         ("SPARKD_CALIBRATION_ENABLED", "maybe", "true or false"),
     ],
@@ -92,6 +92,33 @@ def test_wrong_variables_are_refused_by_name(name: str, value: str, says: str) -
     with pytest.raises(ConfigError) as caught:
         config.load([], {name: value})
     assert name in str(caught.value) and says in str(caught.value)
+
+
+def test_a_users_file_that_cannot_be_looked_for_is_named_with_the_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/" + "x" * 300)
+    with pytest.raises(ConfigError, match=r"config\.toml: cannot be looked for: .*--config FILE"):
+        config.load()
+
+
+def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert all(path.is_relative_to("/etc") for path in config.config_files())
+
+
+@pytest.mark.parametrize("section", config.Settings().to_dict())
+def test_a_whole_number_is_a_number_and_nothing_else_is_converted(section: str) -> None:
+    for key, value in config.Settings().to_dict()[section].items():
+        for given in (1, 1.0, True, "1", None, [], {}):
+            fits = type(given) is type(value) or (type(value) is float and type(given) is int)
+            try:
+                read = getattr(getattr(config.Settings.of({section: {key: given}}), section), key)
+            except ConfigError:
+                continue
+            assert fits and read == given and type(read) is type(value)
 
 
 def test_wrong_flags_are_refused_by_name() -> None:

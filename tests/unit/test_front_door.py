@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from front_door_house import LIMITS, NO_TIME, House
 from hypothesis import settings
@@ -260,7 +262,7 @@ def test_draining_lets_what_runs_finish_and_refuses_the_rest(house: House) -> No
 def test_other_limits_hold_from_now_on(house: House) -> None:
     for tag in range(2):
         house.accepted(b"a", tag=tag)
-    house.door.set_limits(LIMITS.model_copy(update={"queue": 0}))
+    house.door.set_limits(dataclasses.replace(LIMITS, queue=0))
     assert isinstance(house.ask(b"b"), m.Failed)
     house.door.set_limits(LIMITS)
     assert isinstance(house.ask(b"b"), m.Accepted)

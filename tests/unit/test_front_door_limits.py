@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_progress_is_told_at_most_every_half_second_however_short_the_steps_are(
 @pytest.mark.parametrize("where", ["queue", "prompt", "output"])
 @pytest.mark.parametrize("own", [True, False])
 def test_a_deadline_holds_while_queued_in_prefill_and_in_decode(where: str, own: bool) -> None:
-    house = House(LIMITS.model_copy(update={"timeout_s": 900.0 if own else 5.0}))
+    house = House(dataclasses.replace(LIMITS, timeout_s=900.0 if own else 5.0))
     house.hello(b"a")
     busy = [house.accepted(b"a", tag=i, timeout_s=800.0 if own else None) for i in range(2 if where == "queue" else 0)]
     late = house.accepted(b"a", timeout_s=5.0 if own else None)
@@ -98,7 +99,7 @@ def test_a_deadline_holds_while_queued_in_prefill_and_in_decode(where: str, own:
 
 
 def test_prompts_that_wait_are_bounded_in_bytes_for_one_app_and_for_all(house: House) -> None:
-    house = House(LIMITS.model_copy(update={"queue": 1000}))
+    house = House(dataclasses.replace(LIMITS, queue=1000))
     text = "x" * (HELD_BYTES // 10)
     refusals = []
     for peer in (b"a", b"b", b"c"):
@@ -181,7 +182,7 @@ def test_what_cannot_be_served_is_refused_by_name(house: House, fields: dict[str
 
 
 def test_a_late_request_is_ended_with_the_limit_it_exceeded() -> None:
-    house = House(LIMITS.model_copy(update={"timeout_s": 5.0}))
+    house = House(dataclasses.replace(LIMITS, timeout_s=5.0))
     house.hello(b"a")
     number = house.accepted(b"a")
     house.door.tick(5.5)

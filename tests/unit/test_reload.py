@@ -28,10 +28,10 @@ KINDS = {(section, key): kind for section, key, kind in keys()}
 
 @given(chosen=st.sets(st.sampled_from([key for key in CHANGEABLE if key != ("memory", "vram_gib")])))
 def test_live_keys_change_at_once_and_all_others_wait_for_a_restart(chosen: set[tuple[str, str]]) -> None:
-    wanted = Settings().model_dump()
+    wanted = Settings().to_dict()
     for section, key in chosen:
         wanted[section][key] = WORDS.get((section, key), OTHER.get(KINDS[section, key]))
-    found = change(Settings(), Settings.model_validate(wanted))
+    found = change(Settings(), Settings.of(wanted))
     differing = {pair for pair in chosen if getattr(getattr(Settings(), pair[0]), pair[1]) != wanted[pair[0]][pair[1]]}
     assert set(found.applied) == {".".join(pair) for pair in differing & LIVE}
     assert set(found.restart) == {".".join(pair) for pair in differing - LIVE}

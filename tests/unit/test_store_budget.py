@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -155,7 +156,7 @@ def test_the_pool_of_huge_pages_has_what_is_free_and_not_reserved(tmp_path, free
 @pytest.mark.parametrize(("huge_pages", "pages", "counts"), [("auto", 1 << 20, 1), ("auto", 0, 0), ("off", 1 << 20, 0)])
 def test_an_arena_that_the_pool_has_room_for_takes_no_other_memory(model_path, monkeypatch, huge_pages, pages, counts):
     settings = _settings(model_path("laguna-tiny-s1-q4_k_m"))
-    settings = settings.model_copy(update={"memory": MemorySettings(huge_pages=huge_pages)})
+    settings = dataclasses.replace(settings, memory=MemorySettings(huge_pages=huge_pages))
     monkeypatch.setattr(plan_module, "host_limits", lambda host_gib, held: [Limit("limit", 99 * GIB + held)])
     monkeypatch.setattr(plan_module, "pool_bytes", lambda: pages * HUGE_PAGE)
     plan = make_plan(settings)
