@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparkd.executors.base import Batch, RowKind, Segment
-from sparkd.executors.native import NativeExecutor, Piece, StateMemory, Stored
+from sparkd.executors.native import NativeExecutor, StateMemory
+from sparkd.executors.weights import Piece, Stored
 from sparkd.gguf.formats import FORMATS_BY_NAME, Format
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph import ops

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,6 +275,8 @@ def _set(
 
 
 def _read_file(path: Path, values: dict[str, dict[str, Any]], origins: dict[tuple[str, ...], str]) -> None:
+    import tomllib  # children get their settings as JSON
+
     try:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparkd.errors import UnavailableError
-from sparkd.executors.native import Piece, Stored
+from sparkd.executors.weights import Piece, Stored
 from sparkd.gguf.model_file import Identity, ModelFile
 from sparkd.graph.program import Program
 from sparkd.ipc import _atomics
@@ -43,7 +43,7 @@ _SHARD = struct.Struct("<QQQqQQ")
 
 
 class Arena:
-    """A laid out arena. Implements `sparkd.executors.native.Weights` for a worker whose records are all resident."""
+    """A laid out arena. Implements `sparkd.executors.weights.Weights` for a worker whose records are all resident."""
 
     def __init__(
         self, region: Region, model: ModelFile, program: Program, layout: ArenaLayout, directory: Directory

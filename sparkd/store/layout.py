@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkd.errors import UnsupportedError
-from sparkd.executors.native import Piece
+from sparkd.executors.weights import Piece
 from sparkd.gguf.model_file import ModelFile, Shard
 from sparkd.graph.ops import Op, Weight
 from sparkd.graph.program import ExpertLayer, Program

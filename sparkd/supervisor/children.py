@@ -130,7 +130,13 @@ class Children:
         for name, fd in inherited.items():
             command += [f"--{name}-fd", str(fd)]
         child.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=inherited.values(), process_group=0
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=inherited.values(),
+            process_group=0,
+            # numpy's linear algebra is not used, and its threads take their time to start.
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
         )
         child.pidfd = os.pidfd_open(child.process.pid)
         child.condition = Condition.STARTING

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from sparkd.executors.base import Batch, RowKind, Segment
-from sparkd.executors.native import NativeExecutor, Piece, StateMemory, Stored
+from sparkd.executors.native import NativeExecutor, StateMemory
+from sparkd.executors.weights import Piece, Stored
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.ops import Value, Weight
 from sparkd.graph.program import Program

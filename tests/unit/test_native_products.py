@@ -7,7 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from sparkd.executors.base import Batch, RowKind, Segment
-from sparkd.executors.native import NativeExecutor, Piece, StateMemory, Stored
+from sparkd.executors.native import NativeExecutor, StateMemory
+from sparkd.executors.weights import Piece, Stored
 from sparkd.gguf.formats import FORMATS_BY_NAME, Arithmetic, Format
 from sparkd.graph import ops
 from sparkd.graph.ops import Value, Weight
