@@ -59,14 +59,7 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
     model, program = open_model(settings)
     tokens = model.metadata.strings(_TOKENS) if _TOKENS in model.metadata else ()
     layout = ArenaLayout.of(program, model)
-    needs = Needs(
-        core=layout.core_bytes,
-        records=layout.records_bytes,
-        headers=PAGE + layout.shards_bytes,
-        directory=layout.directory_bytes,
-        state=state_bytes(program, settings),
-        slack=PROCESSES,
-    )
+    needs = host_needs(program, layout, settings)
     if limits is None:
         if settings.memory.huge_pages == "auto" and pool_bytes() >= layout.total_bytes:
             held = max(held, layout.total_bytes)
@@ -94,6 +87,18 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         need_bytes=needs.total,
         limit=fit.limit.name,
         limit_bytes=fit.limit.size,
+    )
+
+
+def host_needs(program: Program, layout: ArenaLayout, settings: Settings) -> Needs:
+    """Bytes of host memory that serving `program` from an arena of `layout` takes."""
+    return Needs(
+        core=layout.core_bytes,
+        records=layout.records_bytes,
+        headers=PAGE + layout.shards_bytes,
+        directory=layout.directory_bytes,
+        state=state_bytes(program, settings),
+        slack=PROCESSES,
     )
 
 
