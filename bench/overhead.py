@@ -24,7 +24,7 @@ from sparkd.demo.main import MODEL
 from sparkd.executors.native import NativeExecutor, StateMemory
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.state import StateLayout
-from sparkd.ipc import messages as internal
+from sparkd.ipc import internal
 from sparkd.ipc.memory import Region
 from sparkd.kernels import available
 from sparkd.models import build_program
@@ -66,7 +66,7 @@ class Alone:
 
     def stream(self, tokens: int) -> list[float]:
         """Seconds from each token to the next."""
-        ask = internal.Generate(1, prompt=_PROMPT, max_tokens=tokens, ignore_eos=True)
+        ask = messages.Generate(1, prompt=_PROMPT, max_tokens=tokens, ignore_eos=True)
         sequence = self._texts.work(Entry(ask).run(1))
         assert isinstance(sequence, Sequence)
         self._engine.submit(sequence)

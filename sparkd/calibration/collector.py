@@ -11,8 +11,9 @@ import numpy as np
 from sparkd.calibration import profile
 from sparkd.calibration.counts import RoutingCounts, RoutingError, busiest_share
 from sparkd.ipc.child import Child, ChildArguments
+from sparkd.ipc.internal import Ready, StatusAnswer, StatusQuery
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import Json, Ready, StatusAnswer, StatusQuery
+from sparkd.ipc.messages import Json
 from sparkd.ipc.routing import Routed, RoutingRing, TornError
 
 #: Seconds between two looks at the ring, which holds far more than what comes meanwhile.

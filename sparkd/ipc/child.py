@@ -37,7 +37,7 @@ import zmq
 
 from sparkd import log
 from sparkd.errors import SparkError
-from sparkd.ipc import messages
+from sparkd.ipc import internal
 from sparkd.ipc.messages import Message
 from sparkd.ipc.sockets import Channel, PeerSlow, RunDirectory
 
@@ -100,7 +100,7 @@ class Child:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         name = f"{role}/{os.getpid()}"
         self.control = Channel.dealer(self.context, run_dir.control, name.encode())
-        self.send(messages.ChildHello(role, os.getpid()))
+        self.send(internal.ChildHello(role, os.getpid()))
         self._end = threading.Event()
         self._beat = threading.Thread(target=self._heartbeats, args=(run_dir, f"{name}/beat"), daemon=True)
         self._beat.start()
@@ -137,16 +137,16 @@ class Child:
 
     def _received(self) -> Iterator[Message]:
         while (msg := self.control.receive()) is not None:
-            if isinstance(msg, messages.Stop):
+            if isinstance(msg, internal.Stop):
                 self.running = False
                 continue
-            if isinstance(msg, messages.Reconfigure):
+            if isinstance(msg, internal.Reconfigure):
                 log.set_level(json.loads(msg.settings)["log"]["level"])
             yield msg
 
     def fail(self, error: SparkError) -> None:
         """Tell the supervisor why this child cannot go on, and stop."""
-        self.send(messages.ChildFailed(self.role, error.code, str(error)))
+        self.send(internal.ChildFailed(self.role, error.code, str(error)))
         self.running = False
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class Child:
             counter = self._counter
             progress, busy = (self._work, self._busy) if counter is None else (counter(), True)
             with contextlib.suppress(PeerSlow):
-                channel.send(messages.Heartbeat(self.role, progress, busy))
+                channel.send(internal.Heartbeat(self.role, progress, busy))
             if self._end.wait(HEARTBEAT_S):
                 break
         channel.close()

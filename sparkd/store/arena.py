@@ -5,7 +5,7 @@ are rebuilt from the raw GGUF headers inside, so that attaching reads no file. W
 
     0 magic (stored last: present means laid out)   1 layout version   2 total bytes   3 core loaded (0, 1)
     4-7 fingerprint of the model   8, 9 shard entries: offset, bytes   10, 11 directory   12, 13 core
-    14 shards   15 slabs   16.. for each slab: offset, record bytes, slots
+    14 shards   15 slabs   16.. for each slab: offset, record bytes, slots, of them reserve, and spare
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from sparkd.graph.program import Program
 from sparkd.ipc import _atomics
 from sparkd.ipc.directory import Directory, State
 from sparkd.ipc.memory import Region
+from sparkd.residency.slabs import SlabSize
 from sparkd.store.layout import (
     HEADER_WORDS,
     PAGE,
@@ -87,15 +89,20 @@ class Arena:
         if words[_VERSION_WORD] != VERSION:
             what = f"the arena has layout version {words[_VERSION_WORD]}, this program knows {VERSION}"
             raise UnavailableError(what, fix="restart the daemon")
+        another = UnavailableError("the arena was laid out by another version of sparkd", fix="restart the daemon")
         model = _read_shards(region, int(words[_SHARDS_WORD]))
         program = build(model)
         table = words[HEADER_WORDS : HEADER_WORDS + SLAB_WORDS * int(words[_SLABS_WORD])].reshape(-1, SLAB_WORDS)
-        layout = ArenaLayout.of(program, model, [int(slots) for _, _, slots in table])
+        sizes = [SlabSize(int(slots), int(reserve), int(spare)) for _, _, slots, reserve, spare in table]
+        try:
+            layout = ArenaLayout.of(program, model, sizes)
+        except ValueError:
+            raise another from None
         expected = _header(model.fingerprint, layout, len(model.shards))
         found = words[: len(expected)].copy()
         found[_CORE_LOADED_WORD] = 0
         if layout.total_bytes != region.size or not np.array_equal(found, expected):
-            raise UnavailableError("the arena was laid out by another version of sparkd", fix="restart the daemon")
+            raise another
         return Arena(region, model, program, layout, Directory.attach(region, layout.directory_offset))
 
     @property
@@ -131,7 +138,7 @@ class Arena:
 def _header(fingerprint: str, layout: ArenaLayout, shards: int) -> NDArray[np.uint64]:
     """The words of the arena header, with core not loaded."""
     identity = np.frombuffer(bytes.fromhex(fingerprint), "<u8")
-    slabs = [word for slab in layout.slabs for word in (slab.offset, slab.record_bytes, slab.slots)]
+    slabs = [word for slab in layout.slabs for word in (slab.offset, slab.record_bytes, *astuple(slab.size))]
     places = [
         PAGE,
         layout.shards_bytes,

@@ -25,13 +25,14 @@ from sparkd.graph.ops import Op, Weight
 from sparkd.graph.program import ExpertLayer, Program
 from sparkd.ipc.directory import Directory
 from sparkd.ipc.mapping import HUGE_PAGE
+from sparkd.residency.slabs import SlabSize
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 PAGE = 4096
 #: u64 words before the slab table, and words of one slab in it.
 HEADER_WORDS = 16
-SLAB_WORDS = 3
+SLAB_WORDS = 5
 MAX_SLABS = (PAGE // 8 - HEADER_WORDS) // SLAB_WORDS
 #: Bytes of a shard's entry before path and header.
 SHARD_ENTRY = 48
@@ -49,11 +50,25 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """`slots` places of `record_bytes` each, from `offset` on."""
+    """`size.slots` places of `record_bytes` each, from `offset` on; the last of them are the reserve.
+
+    `records` of the model have this size; `full`: each has an ordinary slot of its own.
+    """
 
     offset: int
     record_bytes: int
-    slots: int
+    size: SlabSize
+    records: int
+
+    @property
+    def slots(self) -> int:
+        """All places, reserve and spare ones included."""
+        return self.size.slots
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is ever evicted."""
+        return self.size.holds(self.records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +95,11 @@ class ArenaLayout:
     total_bytes: int
 
     @staticmethod
-    def of(program: Program, model: ModelFile, slots: Sequence[int] | None = None) -> ArenaLayout:
-        """Lay out `model`; `slots[i]` is the size of slab i, None gives every record a slot of its own.
+    def of(program: Program, model: ModelFile, sizes: Sequence[SlabSize] | None = None) -> ArenaLayout:
+        """Lay out `model`; `sizes[i]` is that of slab i, None gives every record a slot of its own.
 
-        Raises UnsupportedError when there are more record sizes than the header can list.
+        UnsupportedError when there are more record sizes than the header can list, ValueError for a slab that cannot
+        serve its records.
         """
         shards_bytes = sum(shard_entry_bytes(shard) for shard in model.shards)
         directory_offset = _up(PAGE + shards_bytes, PAGE)
@@ -96,12 +112,14 @@ class ArenaLayout:
             core[name] = offset
             offset = _up(offset + model.tensors[name].nbytes, ALIGNMENT)
         core_bytes = offset - core_offset
-        layers, sizes, needed = _layers(program, model)
+        layers, record_bytes, needed = _layers(program, model)
         slabs = []
-        for number, size in enumerate(sizes):
-            slab = Slab(_up(offset, PAGE), size, needed[number] if slots is None else slots[number])
+        for number, records in enumerate(needed):
+            size = SlabSize(records, reserve=0) if sizes is None else sizes[number]
+            size.holds(records)
+            slab = Slab(_up(offset, PAGE), record_bytes[number], size, records)
             slabs.append(slab)
-            offset = slab.offset + slab.slots * size
+            offset = slab.offset + slab.slots * slab.record_bytes
         return ArenaLayout(
             shards_bytes,
             directory_offset,
@@ -120,6 +138,11 @@ class ArenaLayout:
         if not 0 <= slot < slab.slots:
             raise IndexError(f"slab {self.layers[layer].slab} has {slab.slots} slots, not {slot}")
         return slab.offset + slot * slab.record_bytes
+
+    @property
+    def partial(self) -> bool:
+        """Whether some record has no slot of its own: then records come and go."""
+        return not all(slab.full for slab in self.slabs)
 
     @property
     def records_bytes(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from sparkd.ipc.directory import Entry, State
 from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Refuse, Retract
 from sparkd.residency.leases import LeaseState, Use
-from sparkd.residency.slabs import LayerSize, SlabSize, SlabUse
+from sparkd.residency.slabs import LayerSize, SlabUse
 from sparkd.residency.slots import Place, Record
 from sparkd.residency.transfers import Adopted, Residency
 from sparkd.store.arena import Arena
@@ -29,7 +29,7 @@ class Residents:
         self._copies: list[Copy] = []
         self._answers: list[Grant | Refuse] = []
         layers = [LayerSize(layer.slab, layer.experts) for layer in arena.layout.layers]
-        slabs = [SlabSize(slab.slots, reserve=0) for slab in arena.layout.slabs]
+        slabs = [slab.size for slab in arena.layout.slabs]
         self._records = [Record(layer, e) for layer, size in enumerate(layers) for e in range(size.experts)]
         self._engine = Residency(layers, slabs, self._left())
 
@@ -60,13 +60,19 @@ class Residents:
 
     # ---- for workers ----
 
-    def stage(self, worker: int, records: Sequence[Record]) -> int:
-        """Lease records for a part of a step; the answer comes with `answers`."""
+    def stage(self, worker: int, records: Sequence[Record], use: Use) -> int:
+        """Lease records for a part of a step; the answer comes with `answers`. ValueError: more than the reserve."""
         with self._lock:
-            number, commands = self._engine.stage(worker, records, Use.DECODE)
+            number, commands = self._engine.stage(worker, records, use)
             self._carry_out(commands)
             self._observe()
         return number
+
+    def used(self, worker: int, records: Sequence[Record], use: Use) -> None:
+        """A step has ended that used these records, each named once."""
+        with self._lock:
+            self._engine.used(worker, records, use)
+            self._observe()
 
     def release(self, lease: int) -> None:
         """End a lease. KeyError when there is none of this number."""

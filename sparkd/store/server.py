@@ -10,8 +10,9 @@ from sparkd.errors import ModelFileError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.ipc.child import Child, ChildArguments
+from sparkd.ipc.internal import ChildProgress, Ready, StatusAnswer, StatusQuery
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import ChildProgress, Json, Message, MessageError, Ready, StatusAnswer, StatusQuery
+from sparkd.ipc.messages import Json, Message, MessageError
 from sparkd.ipc.sockets import PeerGone, PeerSlow, Router
 from sparkd.models import build_program
 from sparkd.store.arena import Arena

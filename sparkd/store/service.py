@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from sparkd.ipc.directory import WORKERS
-from sparkd.ipc.messages import Attach, Attached, Json, Message, MessageError, Release, Stage, Staged
+from sparkd.ipc.internal import Attach, Attached, Release, Stage, Staged, Used
+from sparkd.ipc.messages import Json, Message, MessageError
 from sparkd.residency.commands import Grant, Refuse
+from sparkd.residency.leases import Use
 from sparkd.residency.slots import Record
 from sparkd.store.layout import VERSION
 from sparkd.store.loader import Loader
 from sparkd.store.residents import Residents
 
+_USES = {use.value: use for use in Use}
 #: Leases one worker may hold.
 MAX_LEASES = 4096
 
@@ -54,6 +59,9 @@ class StoreService:
                 if asked is None or asked.peer != peer:
                     raise MessageError(f"release of lease {msg.lease}, which is not held by this worker")
                 self._release(msg.lease)
+                return None
+            case Used():
+                self._used(peer, msg)
                 return None
         raise MessageError(f"the store takes no {type(msg).__name__}")
 
@@ -134,25 +142,55 @@ class StoreService:
             arena_bytes=arena.layout.total_bytes,
             resident=sum(self._residents.residents()),
             records=self._records,
+            partial=arena.layout.partial,
             error=error,
         )
 
     def _stage(self, peer: bytes, msg: Stage) -> Staged | None:
         error = self._wrong_model(msg.model) or self._wrong_records(msg.records)
-        worker = next((worker for worker, known in self._workers.items() if known == peer), None)
+        worker = self._worker(peer)
+        use = _USES.get(msg.use)
+        if error is None and use is None:
+            error = f"records are staged for {' or '.join(_USES)}, not for {msg.use!r}"[:500]
         if error is None and worker is None:
             error = "a worker attaches before it stages"
         if error is None and sum(asked.peer == peer for asked in self._leases.values()) >= MAX_LEASES:
             error = f"this worker holds {MAX_LEASES} leases already"
-        if error is not None or worker is None:
+        if error is not None or worker is None or use is None:
             return Staged(msg.batch, 0, [], [], error)
-        lease = self._residents.stage(worker, [Record(*record) for record in msg.records])
+        try:
+            lease = self._residents.stage(worker, [Record(*record) for record in msg.records], use)
+        except ValueError as problem:
+            return Staged(msg.batch, 0, [], [], str(problem))
         self._leases[lease] = _Asked(peer, msg.batch)
         return None
+
+    def _used(self, peer: bytes, msg: Used) -> None:
+        worker = self._worker(peer)
+        if worker is None:
+            raise MessageError("a worker attaches before it tells what it used")
+        named = [(self._named(bits, use), use) for bits, use in ((msg.decode, Use.DECODE), (msg.prefill, Use.PREFILL))]
+        for records, use in named:
+            self._residents.used(worker, records, use)
+
+    def _named(self, bits: bytes, use: Use) -> list[Record]:
+        """The records that a bitset over the directory's words names. MessageError: it names what is not there."""
+        directory, layers = self._arena.directory, self._arena.layout.layers
+        if len(bits) > -(-directory.layers * directory.experts // 8):
+            raise MessageError(f"used.{use.value}: {len(bits)} bytes, more than the directory has words for")
+        words = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))
+        records = [Record(*divmod(word, directory.experts)) for word in words.tolist()]
+        for record in records:
+            if record.layer >= len(layers) or record.expert >= layers[record.layer].experts:
+                raise MessageError(f"used.{use.value}: no expert {record.expert} in expert layer {record.layer}")
+        return records
 
     def _release(self, lease: int) -> None:
         del self._leases[lease]
         self._residents.release(lease)
+
+    def _worker(self, peer: bytes) -> int | None:
+        return next((worker for worker, known in self._workers.items() if known == peer), None)
 
     def _forget(self, worker: int) -> None:
         """Before the engine is told that a worker's leases are over."""

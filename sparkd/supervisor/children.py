@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sparkd.ipc.messages import Heartbeat, Json
+from sparkd.ipc.internal import Heartbeat
+from sparkd.ipc.messages import Json
 from sparkd.ipc.sockets import RunDirectory
 from sparkd.supervisor.pulse import SILENT_S, Pulse
 

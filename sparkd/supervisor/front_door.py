@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from sparkd import __version__
 from sparkd.config import LimitSettings
 from sparkd.errors import RequestError, SparkError, UnavailableError
+from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.messages import Json, Message
 from sparkd.supervisor import probation
@@ -237,23 +238,23 @@ class FrontDoor:
 
     def from_worker(self, msg: Message, now: float) -> None:
         """Take a message of the worker. Those about requests that are over already are late, not wrong."""
-        if isinstance(msg, m.Encoded):
+        if isinstance(msg, internal.Encoded):
             return self._encoded(msg)
         request = self._requests.get(msg.request)
         if request is None or request.stage not in (Stage.RUNNING, Stage.ABORTING):
             return None
         match msg:
-            case m.Done() | m.Refused() if request.stage is Stage.ABORTING:
+            case internal.Done() | internal.Refused() if request.stage is Stage.ABORTING:
                 self._over(request)
-            case m.Admitted():
+            case internal.Admitted():
                 request.entry.admitted(msg)
-            case m.Prefilled() if request.stage is Stage.RUNNING:
+            case internal.Prefilled() if request.stage is Stage.RUNNING:
                 self._report(request, request.progress("prefill", now, msg.done, msg.total))
-            case m.Produced() if request.stage is Stage.RUNNING:
+            case internal.Produced() if request.stage is Stage.RUNNING:
                 self._produced(request, msg, now)
-            case m.Done():
+            case internal.Done():
                 self._conclude(request, request.finished(msg, now), now)
-            case m.Refused():
+            case internal.Refused():
                 self._conclude(request, self._failed(request, msg.code, msg.message), now)
         self._fill_seats(now)
 
@@ -347,7 +348,7 @@ class FrontDoor:
         except UnavailableError as error:
             self._send(client.peer, m.Failed(msg.tag, None, error.code, str(error), retry=True))
 
-    def _encoded(self, msg: m.Encoded) -> None:
+    def _encoded(self, msg: internal.Encoded) -> None:
         answer = self._questions.answered(msg)
         if answer is not None:
             self.to_clients.append(answer)
@@ -381,7 +382,7 @@ class FrontDoor:
         if progress is not None:
             self._send(request.client.peer, progress)
 
-    def _produced(self, request: Request, msg: m.Produced, now: float) -> None:
+    def _produced(self, request: Request, msg: internal.Produced, now: float) -> None:
         request.produced(msg, now)
         probation.produced(request.entry)
         self.totals.output_tokens += 1
@@ -410,7 +411,7 @@ class FrontDoor:
             else:
                 self._queue.remove(request.client.peer, request)
         if request.stage is Stage.RUNNING:
-            self.to_worker.append(m.Abort(request.number))
+            self.to_worker.append(internal.Abort(request.number))
             request.stage = Stage.ABORTING
             request.stalled = None
             request.client.requests.discard(request.number)

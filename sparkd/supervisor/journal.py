@@ -13,7 +13,8 @@ import sys
 from array import array
 from dataclasses import dataclass, field
 
-from sparkd.ipc.messages import Admitted, Generate, Json, Run
+from sparkd.ipc.internal import Admitted, Run
+from sparkd.ipc.messages import Generate, Json
 
 
 class Standing(enum.IntEnum):

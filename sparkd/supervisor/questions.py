@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sparkd.errors import UnavailableError
-from sparkd.ipc.messages import Encode, Encoded, Failed, Message, Tokenize, Tokens
+from sparkd.ipc.internal import Encode, Encoded
+from sparkd.ipc.messages import Failed, Message, Tokenize, Tokens
 from sparkd.supervisor.fair_queue import FairQueue
 
 #: Questions of all apps that wait for an answer, and characters of their texts.

@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.messages import Message
 from sparkd.supervisor.journal import Entry
@@ -82,7 +83,7 @@ class Request:
             return "its prompt was being read"
         return f"it had {len(self.entry.produced)} output tokens"
 
-    def start(self, now: float) -> m.Run:
+    def start(self, now: float) -> internal.Run:
         """It gets a seat: the order for the worker."""
         self.stage = Stage.RUNNING
         self.resumed += self.started is not None
@@ -96,7 +97,7 @@ class Request:
         self.told, self.position = now, position
         return m.Progress(self.number, stage, done, total, position)
 
-    def produced(self, msg: m.Produced, now: float) -> None:
+    def produced(self, msg: internal.Produced, now: float) -> None:
         """Keep one more output token."""
         if msg.index != len(self.entry.produced):
             raise RuntimeError(f"request {self.number}: output {msg.index}, due was {len(self.entry.produced)}")
@@ -127,7 +128,7 @@ class Request:
         self.stalled = None
         return sent if self.end is None else [*sent, self.end]
 
-    def finished(self, msg: m.Done, now: float) -> m.Finished:
+    def finished(self, msg: internal.Done, now: float) -> m.Finished:
         """The worker finished it: what the app hears after the last of its output."""
         self.text.append(msg.text)
         return m.Finished(

@@ -24,6 +24,7 @@ import zmq
 from sparkd import log
 from sparkd.config import Settings
 from sparkd.errors import SparkError
+from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.memory import Region
 from sparkd.ipc.messages import Message
@@ -189,7 +190,7 @@ class Supervisor:
             self._children.settings = settings.to_json()
             for child in self._children.running:
                 if child.condition is not Condition.STARTING:
-                    self._tell(child, m.Reconfigure(self._children.settings))
+                    self._tell(child, internal.Reconfigure(self._children.settings))
         if self._was_ready:
             self._notify.ready()
 
@@ -212,28 +213,30 @@ class Supervisor:
         if child is None or not peer.startswith(child.address):
             return
         match msg:
-            case m.ChildHello():
+            case internal.ChildHello():
                 pass
-            case m.Heartbeat():
+            case internal.Heartbeat():
                 if self._children.heartbeat(child, msg, now):
                     self._back(child, now)
-            case m.ChildProgress():
+            case internal.ChildProgress():
                 self._progress(msg)
-            case m.Ready():
+            case internal.Ready():
                 self._child_ready(child, msg, now)
-            case m.Admitted() | m.Produced() | m.Done() | m.Refused() if msg.request == _FIRST_TOKEN:
+            case internal.Admitted() | internal.Produced() | internal.Done() | internal.Refused() if (
+                msg.request == _FIRST_TOKEN
+            ):
                 self._first_token(child, msg, now)
-            case m.ChildFailed():
+            case internal.ChildFailed():
                 child.last_words = msg.message
                 if not self._was_ready:
                     self._failure = StartFailed(msg.code, msg.message)
-            case m.StatusAnswer():
+            case internal.StatusAnswer():
                 child.status = msg.status
                 self._rounds.answered(msg.job, role)
             case _:
                 self._door.from_worker(msg, now)
 
-    def _progress(self, msg: m.ChildProgress) -> None:
+    def _progress(self, msg: internal.ChildProgress) -> None:
         before = self._loading
         self._loading = (msg.done, msg.total)
         if msg.done > before[0] and not self._was_ready:
@@ -242,14 +245,14 @@ class Supervisor:
         if msg.done // tenth > before[0] // tenth:
             _log.info("loading: %.0f %% of %d bytes", 100 * msg.done / msg.total, msg.total)
 
-    def _child_ready(self, child: ChildProcess, msg: m.Ready, now: float) -> None:
+    def _child_ready(self, child: ChildProcess, msg: internal.Ready, now: float) -> None:
         child.status = msg.detail
         _log.info("%s is ready (process %d)", child.role, child.pid)
         if not self._was_ready:
             self._notify.starting(_STARTING_S)
         if child.role == "store":
             self._holding.begin()
-        self._tell(child, m.Reconfigure(self._children.settings))
+        self._tell(child, internal.Reconfigure(self._children.settings))
         if child.role == "worker" and not self._token_made:
             ask = m.Generate(tag=_FIRST_TOKEN, tokens=[0], max_tokens=1, ignore_eos=True)
             self._tell(child, Entry(ask).run(_FIRST_TOKEN))
@@ -258,10 +261,10 @@ class Supervisor:
 
     def _first_token(self, child: ChildProcess, msg: Message, now: float) -> None:
         """The daemon is not ready before the worker has computed one."""
-        if isinstance(msg, m.Refused):
+        if isinstance(msg, internal.Refused):
             self._failure = StartFailed(msg.code, f"the first token cannot be computed: {msg.message}")
             self._stop(str(self._failure), now)
-        elif isinstance(msg, m.Done):
+        elif isinstance(msg, internal.Done):
             self._token_made = True
             self._serves(child, now)
 
@@ -369,7 +372,7 @@ class Supervisor:
             if job is None:
                 continue
             for child in reached:
-                self._tell(child, m.StatusQuery(job))
+                self._tell(child, internal.StatusQuery(job))
         finished = self._rounds.finished(now)
         if finished:
             made = self._document(now)

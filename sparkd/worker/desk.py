@@ -17,7 +17,8 @@ import zmq
 
 from sparkd.errors import RequestError, SparkError
 from sparkd.gguf.metadata import Metadata
-from sparkd.ipc.messages import MAX_BYTES, Encode, Encoded, Refused, Run
+from sparkd.ipc.internal import Encode, Encoded, Refused, Run
+from sparkd.ipc.messages import MAX_BYTES
 from sparkd.text.chat import ChatTemplate
 from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.stop import StopMatcher, end_texts

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from sparkd.errors import RequestError
 from sparkd.executors.base import Batch, Executor, RowKind, Segment, StepResult
-from sparkd.ipc.messages import Admitted, Choice, Done, Message, Prefilled, Produced, Refused
+from sparkd.ipc.internal import Admitted, Done, Prefilled, Produced, Refused
+from sparkd.ipc.messages import Choice, Message
 from sparkd.worker.sampler import choice, sample
 from sparkd.worker.scheduler import Piece, Scheduler, Step
 from sparkd.worker.sequences import Sequence

@@ -20,22 +20,20 @@ from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.ipc.child import Child, ChildArguments
-from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import (
+from sparkd.ipc.internal import (
     Abort,
     Attach,
     Attached,
     Done,
     Encode,
-    Json,
-    Message,
     Ready,
     Reconfigure,
     Run,
     StatusAnswer,
     StatusQuery,
-    Timings,
 )
+from sparkd.ipc.memory import Region
+from sparkd.ipc.messages import Json, Message, Timings
 from sparkd.ipc.routing import Routed, RoutingRing
 from sparkd.ipc.sockets import Channel
 from sparkd.kernels import available

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from sparkd.ipc.messages import Message, Prefilled, Produced, Refused
+from sparkd.ipc.internal import Prefilled, Produced, Refused
+from sparkd.ipc.messages import Message
 from sparkd.worker import main, server
 from sparkd.worker.engine import Engine
 from sparkd.worker.sequences import Sequence

@@ -14,8 +14,9 @@ from pathlib import Path
 import zmq
 
 from sparkd.config import ModelSettings, Settings
+from sparkd.ipc.internal import Heartbeat, StatusAnswer, StatusQuery
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import Heartbeat, Message, StatusAnswer, StatusQuery
+from sparkd.ipc.messages import Message
 from sparkd.ipc.sockets import Channel, Router, RunDirectory
 
 #: Seconds after which a test gives up; nothing waits this long on a machine that works.

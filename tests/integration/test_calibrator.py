@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from control import PATIENCE_S, Control, control, settings_for
 
+from sparkd.ipc.internal import Ready
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import Ready
 from sparkd.ipc.routing import Routed, RoutingRing
 
 MODEL = "c0" * 32

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from control import Control, control
 
-from sparkd.ipc.messages import ChildFailed, ChildHello, Heartbeat
+from sparkd.ipc.internal import ChildFailed, ChildHello, Heartbeat
 
 _CHILD = """
 import sys, time
@@ -93,7 +93,7 @@ def test_work_in_other_threads_is_watched_by_its_own_counter(link):
 
 
 def test_words_said_last_arrive(link):
-    run = "[self.child.send(__import__('sparkd.ipc.messages').ipc.messages.Abort(n)) for n in range(1000)]"
+    run = "[self.child.send(__import__('sparkd.ipc.internal').ipc.internal.Abort(n)) for n in range(1000)]"
     child, name = _start(link, run)
     assert link.ended(child)[0] == 0
     while len(link.heard.get(name, [])) < 1001:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from control import PATIENCE_S, Control, control, settings_for
 
-from sparkd.ipc import messages
+from sparkd.ipc import internal, messages
+from sparkd.ipc.internal import ChildFailed, ChildHello, ChildProgress, Ready
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import ChildFailed, ChildHello, ChildProgress, Ready
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.layout import core_tensors
@@ -71,18 +71,18 @@ def test_a_store_fills_the_arena_and_reports_it(link, path, region):
 def test_a_worker_attaches_stages_and_releases(link, path, region):
     _, name = _ready(link, path, region)
     worker = link.channel(link.run_dir.store)
-    worker.send(messages.Attach(0, NAME))
+    worker.send(internal.Attach(0, NAME))
     attached = worker.receive(PATIENCE_S)
     assert (attached.resident, attached.records, attached.error) == (64, 64, None)
-    worker.send(messages.Stage(1, NAME, [[0, 0], [7, 7]]))
+    worker.send(internal.Stage(1, NAME, "decode", [[0, 0], [7, 7]]))
     staged = worker.receive(PATIENCE_S)
     arena = Arena.attach(region, build_program)
     assert staged.slots == [arena.directory.entry(0, 0).slot, arena.directory.entry(7, 7).slot]
-    worker.send(messages.Stage(2, NAME, [[8, 0]]))
+    worker.send(internal.Stage(2, NAME, "decode", [[8, 0]]))
     assert worker.receive(PATIENCE_S).error == "no expert layer 8: the model has 8"
     assert link.status(name)["leases"] == 1
-    worker.send(messages.Release(staged.lease))
-    worker.send(messages.Attach(0, NAME))
+    worker.send(internal.Release(staged.lease))
+    worker.send(internal.Attach(0, NAME))
     worker.receive(PATIENCE_S)
     assert link.status(name)["leases"] == 0
 
@@ -90,9 +90,9 @@ def test_a_worker_attaches_stages_and_releases(link, path, region):
 def test_malformed_messages_of_a_worker_do_not_end_the_store(link, path, region):
     _, name = _ready(link, path, region)
     worker = link.channel(link.run_dir.store)
-    for frames in ([b"\xc1"], [b"", b"", b""], [messages.encode(messages.Stop())]):
+    for frames in ([b"\xc1"], [b"", b"", b""], [messages.encode(internal.Stop())]):
         worker.socket.send_multipart(frames)
-    worker.send(messages.Attach(0, NAME))
+    worker.send(internal.Attach(0, NAME))
     assert worker.receive(PATIENCE_S).error is None
     assert link.status(name)["core_loaded"] is True
 
@@ -101,7 +101,7 @@ def test_malformed_messages_of_a_worker_do_not_end_the_store(link, path, region)
 def test_a_store_ends_when_told_to(link, path, region, how):
     child, name = _ready(link, path, region)
     if how == "stop":
-        link.send(name, messages.Stop())
+        link.send(name, internal.Stop())
     else:
         child.terminate()
     assert link.ended(child) == (0, "")

@@ -15,6 +15,7 @@ from sparkd.graph.ops import Weight
 from sparkd.graph.program import Program
 from sparkd.ipc.memory import Region
 from sparkd.models import build_program
+from sparkd.residency.slabs import SlabSize
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import Loader
@@ -44,11 +45,11 @@ class Filled:
     loader: Loader
 
 
-def empty(path: Path, slots: list[int] | None = None) -> Filled:
+def empty(path: Path, sizes: list[SlabSize] | None = None) -> Filled:
     """An arena that is laid out and holds nothing yet."""
     model = ModelFile.open(path)
     program = build_program(model)
-    layout = ArenaLayout.of(program, model, slots)
+    layout = ArenaLayout.of(program, model, sizes)
     region = Region.create(layout.total_bytes)
     _regions.append(region)
     arena = Arena.create(region, model, program, layout)

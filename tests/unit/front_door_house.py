@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparkd.config import LimitSettings
+from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.front_door import FrontDoor
@@ -63,10 +64,10 @@ class House:
             self.door.from_worker(msg, self.now)
 
     def produce(self, request: int, start: int, count: int) -> None:
-        self.worker(*(m.Produced(request, start + i, 10 + start + i, f"t{start + i} ") for i in range(count)))
+        self.worker(*(internal.Produced(request, start + i, 10 + start + i, f"t{start + i} ") for i in range(count)))
 
     def done(self, request: int, tokens: int = 0, text: str = "") -> None:
-        self.worker(m.Done(request, "length", None, text, 3, tokens, 42, NO_TIME))
+        self.worker(internal.Done(request, "length", None, text, 3, tokens, 42, NO_TIME))
 
     @staticmethod
     def of_two() -> House:

@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from sparkd.gguf.model_file import ModelFile
-from sparkd.ipc.messages import Encode, Encoded, MessageError, encode
+from sparkd.ipc.internal import Encode, Encoded
+from sparkd.ipc.messages import MessageError, encode
 from sparkd.worker.desk import Desk, Texts
 
 DEMO = Path(__file__).parents[2] / "sparkd/demo/spark-demo-laguna.gguf"

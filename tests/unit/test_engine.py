@@ -14,7 +14,8 @@ from sparkd.executors.base import Batch, RowKind, StepResult
 from sparkd.graph.program import ConvState, KvCache, Program
 from sparkd.graph.state import StateLayout
 from sparkd.ipc.directory import StepCounter
-from sparkd.ipc.messages import Admitted, Done, Prefilled, Produced, Refused, Sampling
+from sparkd.ipc.internal import Admitted, Done, Prefilled, Produced, Refused
+from sparkd.ipc.messages import Sampling
 from sparkd.text.stop import StopMatcher
 from sparkd.worker.engine import Engine, Routing
 from sparkd.worker.scheduler import Scheduler

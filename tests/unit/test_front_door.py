@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.supervisor.front_door import LEASE_S, STALL_S
 from sparkd.supervisor.journal import Standing
@@ -47,7 +48,7 @@ def test_the_worker_gets_as_many_requests_as_it_runs_and_the_others_wait_in_orde
 def test_log_probabilities_travel_with_their_tokens(house: House) -> None:
     number = house.accepted(b"a", credit=1, logprobs=1)
     choices = [m.Choice(-0.5 * i, [m.Logprob(i, -0.25)]) for i in range(3)]
-    house.worker(*(m.Produced(number, i, 10 + i, "x", choice) for i, choice in enumerate(choices)))
+    house.worker(*(internal.Produced(number, i, 10 + i, "x", choice) for i, choice in enumerate(choices)))
     house.done(number, 3, "end")
     house.door.receive(b"a", m.Credit(number, 1), 0.0)
     first, second, end = house.heard(b"a")
@@ -62,14 +63,14 @@ def test_the_end_tells_hit_rate_timings_and_how_often_a_request_was_resumed(hous
     first, second = house.accepted(b"a"), house.accepted(b"a")
     waiting = house.accepted(b"a")
     house.now = 2.0
-    house.worker(m.Done(first, "length", None, "", 3, 0, 42, NO_TIME, 0.75))
+    house.worker(internal.Done(first, "length", None, "", 3, 0, 42, NO_TIME, 0.75))
     house.now = 3.0
     house.produce(waiting, 0, 1)
     house.door.worker_lost("killed", house.now)
     house.now = 7.0
     house.door.worker_ready(house.now)
-    house.worker(m.Done(second, "length", None, "", 3, 0, 42, NO_TIME, 1.0))
-    house.worker(m.Done(waiting, "length", None, "", 3, 1, 42, NO_TIME, 1.0))
+    house.worker(internal.Done(second, "length", None, "", 3, 0, 42, NO_TIME, 1.0))
+    house.worker(internal.Done(waiting, "length", None, "", 3, 1, 42, NO_TIME, 1.0))
     ends = {msg.request: msg for msg in house.heard(b"a") if isinstance(msg, m.Finished)}
     assert (ends[first].hit_rate, ends[first].resumed) == (0.75, 0)
     assert ends[second].resumed == 1
@@ -110,7 +111,7 @@ def test_a_stream_whose_app_stays_slow_is_ended_with_that_reason(house: House) -
         house.door.tick(house.now)
     failed = house.heard(b"a")[-1]
     assert isinstance(failed, m.Failed) and failed.code == "slow" and failed.request == slow
-    assert house.orders() == [m.Abort(slow)]
+    assert house.orders() == [internal.Abort(slow)]
     assert not any(isinstance(msg, m.Failed) for msg in house.heard(b"b"))
 
 
@@ -122,9 +123,9 @@ def test_a_silent_app_loses_its_requests_and_others_do_not(house: House) -> None
     house.door.receive(b"b", m.Ping(0), house.now)
     house.now += LEASE_S * 0.2
     house.door.tick(house.now)
-    assert house.orders() == [m.Abort(lost)]
+    assert house.orders() == [internal.Abort(lost)]
     assert (house.door.clients, house.door.queued, house.door.running) == (1, 0, 2)
-    house.worker(m.Done(lost, "cancelled", None, "", 3, 0, 1, NO_TIME))
+    house.worker(internal.Done(lost, "cancelled", None, "", 3, 0, 1, NO_TIME))
     assert house.door.running == 1 and waiting != kept
     assert house.heard(b"a") == []
 
@@ -136,9 +137,9 @@ def test_a_cancelled_request_ends_at_once_and_frees_its_seat_when_the_worker_say
     house.door.receive(b"a", m.Cancel(first), 0.0)
     end = house.heard(b"a")[-1]
     assert isinstance(end, m.Finished) and (end.reason, end.output_tokens) == ("cancelled", 2)
-    assert house.orders() == [m.Abort(first)]
+    assert house.orders() == [internal.Abort(first)]
     house.produce(first, 2, 1)
-    house.worker(m.Done(first, "cancelled", None, "", 3, 3, 1, NO_TIME))
+    house.worker(internal.Done(first, "cancelled", None, "", 3, 3, 1, NO_TIME))
     assert house.heard(b"a") == []
     assert [run.request for run in house.orders()] == [third]
     assert house.door.running == 2 and second != third
@@ -175,7 +176,7 @@ def test_a_cancel_that_comes_after_the_end_is_no_mistake(house: House) -> None:
 def test_a_request_is_resumed_on_the_next_worker_with_the_ids_and_seed_it_had(house: House) -> None:
     number = house.accepted(b"a", tokens=None, prompt="some text", stop=["x"], sampling=m.Sampling(1.0))
     house.orders()
-    house.worker(m.Admitted(number, [4, 5], 99))
+    house.worker(internal.Admitted(number, [4, 5], 99))
     house.produce(number, 0, 2)
     house.door.worker_lost("killed", 1.0)
     refused = house.ask(b"b")
@@ -282,10 +283,10 @@ def test_text_is_tokenized_by_the_worker_for_whoever_asked(house: House) -> None
     house.door.receive(b"a", m.Tokenize(5, "one", True), 0.0)
     house.door.receive(b"b", m.Tokenize(6, "two"), 0.0)
     (one,) = house.orders()
-    house.worker(m.Encoded(one.job, [1, 2]))
+    house.worker(internal.Encoded(one.job, [1, 2]))
     (two,) = house.orders()
     assert (one.text, one.special, two.text, two.special) == ("one", True, "two", False)
-    house.worker(m.Encoded(one.job, [9]), m.Encoded(two.job, None, "too long"))
+    house.worker(internal.Encoded(one.job, [9]), internal.Encoded(two.job, None, "too long"))
     assert house.heard(b"a") == [m.Tokens(5, [1, 2])]
     (failed,) = house.heard(b"b")
     assert (failed.tag, failed.message) == (6, "too long")
@@ -329,12 +330,12 @@ class Traffic(RuleBasedStateMachine):
                     assert msg.request not in self.ended
                     self.ended.add(msg.request)
         for order in self.house.orders():
-            if isinstance(order, m.Run):
+            if isinstance(order, internal.Run):
                 assert order.request not in self.at_worker
                 self.at_worker[order.request] = len(order.produced)
-            elif isinstance(order, m.Abort):
+            elif isinstance(order, internal.Abort):
                 made = self.at_worker.pop(order.request)
-                self.house.worker(m.Done(order.request, "cancelled", None, "", 3, made, 1, NO_TIME))
+                self.house.worker(internal.Done(order.request, "cancelled", None, "", 3, made, 1, NO_TIME))
                 self.settle()
 
     @rule(peer=st.sampled_from(PEERS), credit=st.integers(0, 3))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from front_door_house import LIMITS, House
 
+from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.front_door import HELD_BYTES, FrontDoor
@@ -64,7 +65,7 @@ def test_progress_is_told_at_most_every_half_second_however_short_the_steps_are(
     number = house.accepted(b"a", tokens=[1] * 80)
     for done in range(1, 80):
         house.now += PROGRESS_S / 10
-        house.worker(m.Prefilled(number, done, 80))
+        house.worker(internal.Prefilled(number, done, 80))
         house.door.tick(house.now)
     heard = house.heard(b"a")
     assert all(isinstance(msg, m.Progress) and msg.stage == "prefill" for msg in heard)
@@ -121,7 +122,7 @@ def test_what_an_app_sent_is_forgotten_once_the_ids_of_its_prompt_are_known(hous
     text = "x" * (HELD_BYTES // 3)
     number = house.accepted(b"a", tokens=None, prompt=text)
     assert isinstance(house.ask(b"a", tokens=None, prompt=text), m.Failed)
-    house.worker(m.Admitted(number, [1] * 90, 7))
+    house.worker(internal.Admitted(number, [1] * 90, 7))
     house.accepted(b"a", tokens=None, prompt=text)
 
 
@@ -198,12 +199,12 @@ def test_apps_take_turns_in_having_texts_tokenized_and_an_app_that_left_holds_up
     for _ in range(3):
         (order,) = house.orders()
         served.append(order.text)
-        house.worker(m.Encoded(order.job, [1]))
+        house.worker(internal.Encoded(order.job, [1]))
     assert served == ["a0", "a1", "b0"]
     house.door.gone(b"a", 0.0)
     house.door.receive(b"b", m.Tokenize(7, "b7"), 0.0)
     (order,) = house.orders()
-    house.worker(m.Encoded(order.job, [1]))
+    house.worker(internal.Encoded(order.job, [1]))
     (order,) = house.orders()
     assert order.text == "b7"
     house.heard(b"b")

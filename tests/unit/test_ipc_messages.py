@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.ipc import messages, wire
+from sparkd.ipc import internal, messages, wire
 from sparkd.ipc.messages import MessageError, decode, encode
 
 ROOT = Path(__file__).parent.parent.parent
 TYPES = dict(sorted(wire._TYPES.items()))
+assert {"generate", internal.Stage.wire_name} <= set(TYPES)
 
 _TEXT = st.text(max_size=8)
 _INT = st.integers(-(2**63), 2**64 - 1)

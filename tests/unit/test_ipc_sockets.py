@@ -12,7 +12,8 @@ import zmq
 
 from sparkd.errors import ConfigError
 from sparkd.ipc import messages
-from sparkd.ipc.messages import Encode, MessageError, Ping, Pong, Stop
+from sparkd.ipc.internal import Encode, Stop
+from sparkd.ipc.messages import MessageError, Ping, Pong
 from sparkd.ipc.sockets import CLIENT_MODE, Channel, Malformed, PeerGone, PeerSlow, Router, RunDirectory
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from sparkd.config import LimitSettings
+from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.supervisor import overview
 from sparkd.supervisor.admission import Served
@@ -25,9 +26,9 @@ def door() -> FrontDoor:
         made.receive(peer, m.Hello([m.VERSION], name), 0.0)
     for peer, at in ((b"a", 1.0), (b"a", 2.0), (b"b", 3.0)):
         made.receive(peer, m.Generate(tag=1, prompt=SECRET, max_tokens=9, credit=0), at)
-    made.from_worker(m.Admitted(1, [31, 32, 33], 42), 4.0)
-    made.from_worker(m.Produced(1, 0, 17, "tell "), 5.0)
-    made.from_worker(m.Produced(1, 1, 18, "né"), 5.5)
+    made.from_worker(internal.Admitted(1, [31, 32, 33], 42), 4.0)
+    made.from_worker(internal.Produced(1, 0, 17, "tell "), 5.0)
+    made.from_worker(internal.Produced(1, 1, 18, "né"), 5.5)
     return made
 
 
@@ -53,8 +54,8 @@ def test_the_status_lists_who_is_connected_and_what_each_request_does(door: Fron
 
 def test_neither_text_nor_token_ids_are_told(door: FrontDoor) -> None:
     door.receive(b"a", m.Cancel(1), 6.0)
-    door.from_worker(m.Done(1, "cancelled", None, "", 3, 2, 42, NO_TIME), 6.0)
-    door.from_worker(m.Refused(2, "request", f"cannot be rendered: {SECRET}"), 7.0)
+    door.from_worker(internal.Done(1, "cancelled", None, "", 3, 2, 42, NO_TIME), 6.0)
+    door.from_worker(internal.Refused(2, "request", f"cannot be rendered: {SECRET}"), 7.0)
     told = json.dumps(door.overview(7.0)) + "".join(overview.line(request, 7.0) for request in door.ended)
     assert len(door.ended) == 2
     assert "secret" not in told and "tell" not in told and "31, 32" not in told
@@ -62,10 +63,10 @@ def test_neither_text_nor_token_ids_are_told(door: FrontDoor) -> None:
 
 def test_every_request_is_logged_once_however_it_ends(door: FrontDoor) -> None:
     door.receive(b"a", m.Credit(1, 5), 6.0)
-    door.from_worker(m.Done(1, "stop", None, "", 3, 2, 42, NO_TIME, hit_rate=0.5), 7.0)
-    door.from_worker(m.Refused(2, "request", "too long"), 8.0)
+    door.from_worker(internal.Done(1, "stop", None, "", 3, 2, 42, NO_TIME, hit_rate=0.5), 7.0)
+    door.from_worker(internal.Refused(2, "request", "too long"), 8.0)
     door.receive(b"b", m.Bye(), 9.0)
-    door.from_worker(m.Done(3, "cancelled", None, "", 0, 0, 0, NO_TIME), 9.0)
+    door.from_worker(internal.Done(3, "cancelled", None, "", 0, 0, 0, NO_TIME), 9.0)
     assert [overview.line(request, 9.0) for request in door.ended] == [
         "request=1 client=editor reason=stop prompt_tokens=3 output_tokens=2 "
         "queued_s=0.000 prefill_s=4.000 decode_s=2.000 hit_rate=0.500",

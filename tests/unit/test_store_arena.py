@@ -15,9 +15,10 @@ from sparkd.gguf.model_file import ModelFile
 from sparkd.ipc.directory import Entry, State
 from sparkd.ipc.memory import Region
 from sparkd.models import build_program
+from sparkd.residency.slabs import SlabSize
 from sparkd.store import arena as arena_module
 from sparkd.store.arena import Arena
-from sparkd.store.layout import ALIGNMENT, PAGE, ArenaLayout, core_tensors
+from sparkd.store.layout import ALIGNMENT, PAGE, VERSION, ArenaLayout, core_tensors
 
 MODELS = ["qwen35moe-tiny-s1-q4_k_m", "laguna-tiny-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m", "qwen35moe-tinyk-s1-mxfp4_moe"]
 
@@ -117,13 +118,16 @@ def test_the_layout_follows_from_model_and_slots_alone(model_path):
     path = model_path("qwen35moe-tiny-s1-q4_k_m")
     one, two = empty(path), empty(path)
     assert one.arena.layout == two.arena.layout
-    fewer = [2 for _ in one.arena.layout.slabs]
+    fewer = [SlabSize(3, reserve=1) for _ in one.arena.layout.slabs]
     partial = ArenaLayout.of(one.program, one.model, fewer)
     assert partial.core == one.arena.layout.core
-    assert [slab.slots for slab in partial.slabs] == fewer
+    assert [slab.size for slab in partial.slabs] == fewer
+    assert (one.arena.layout.partial, partial.partial) == (False, True)
     assert partial.records_bytes < one.arena.layout.records_bytes
     with pytest.raises(IndexError):
-        partial.record(0, 2)
+        partial.record(0, 3)
+    with pytest.raises(ValueError, match="cannot be served"):
+        ArenaLayout.of(one.program, one.model, [SlabSize(1, reserve=1) for _ in fewer])
 
 
 def test_an_attached_arena_needs_no_file(model_path, tmp_path):
@@ -164,11 +168,11 @@ def test_an_arena_of_another_version_or_layout_is_refused(model_path):
     one = empty(model_path("qwen35moe-tiny-s1-q4_k_m"))
     words = one.region.array(0, 32, np.uint64)
     for word, said in (
-        (arena_module._VERSION_WORD, "layout version 2, this program knows 1"),
+        (arena_module._VERSION_WORD, f"layout version {VERSION + 1}, this program knows {VERSION}"),
         (arena_module._TOTAL_WORD, "another version"),
         (arena_module._FINGERPRINT_WORD + 3, "another version"),
         (12, "another version"),
-        (16, "another version"),
+        *((word, "another version") for word in (16, 17, 18, 20)),
     ):
         words[word] += 1
         with pytest.raises(UnavailableError, match=said):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from filled_arena import empty, filled, regions_closed
 
 from sparkd.ipc.directory import State
-from sparkd.ipc.messages import Attach, MessageError, Release, Stage, Staged, Stop
+from sparkd.ipc.internal import Attach, Release, Stage, Staged, Stop, Used
+from sparkd.ipc.messages import MessageError
 from sparkd.store import service as service_module
 from sparkd.store.service import StoreService
 
@@ -49,7 +51,7 @@ def test_attach_tells_what_the_arena_holds(full, service):
     assert answer.fingerprint == full.model.fingerprint
     assert answer.arena_bytes == full.region.size
     assert answer.resident == answer.records == sum(layer.experts for layer in full.program.expert_layers)
-    assert answer.error is None
+    assert (answer.partial, answer.error) == (False, None)
     assert service.answer(b"w", Attach(0, "")).error is None
 
 
@@ -59,7 +61,7 @@ def test_attach_for_another_model_says_which_one_is_served(service):
 
 def test_staged_records_come_with_slot_and_generation_in_the_order_asked_for(full, service):
     records = [[6, 7], [0, 0], [3, 2], [0, 0]]
-    answer = stage(service, b"w", Stage(9, NAME, records))
+    answer = stage(service, b"w", Stage(9, NAME, "decode", records))
     assert answer.batch == 9
     assert answer.error is None
     entries = [full.arena.directory.entry(*record) for record in records]
@@ -83,7 +85,7 @@ def test_staged_records_come_with_slot_and_generation_in_the_order_asked_for(ful
     ],
 )
 def test_a_record_that_does_not_exist_is_named_and_nothing_is_leased(service, record, said):
-    answer = service.answer(b"w", Stage(1, NAME, [[0, 0], record]))
+    answer = service.answer(b"w", Stage(1, NAME, "decode", [[0, 0], record]))
     assert re.search(said, answer.error)
     assert answer.slots == answer.generations == []
     assert service.status()["leases"] == 0
@@ -93,7 +95,7 @@ def test_records_that_are_still_being_loaded_are_granted_when_they_are_there(mod
     one = empty(model_path(NAME))
     service = StoreService(one.residents, one.loader, NAME)
     service.answer(b"w", Attach(0, NAME))
-    assert service.answer(b"w", Stage(1, NAME, [[0, 0], [6, 7]])) is None
+    assert service.answer(b"w", Stage(1, NAME, "decode", [[0, 0], [6, 7]])) is None
     assert service.granted() == []
     assert service.status()["resident"] == 0
     one.loader.load()
@@ -108,7 +110,7 @@ def test_whoever_waits_for_a_record_that_cannot_be_read_is_told_why(model_path, 
     one = empty(model_path(NAME))
     service = StoreService(one.residents, one.loader, NAME)
     service.answer(b"w", Attach(0, NAME))
-    service.answer(b"w", Stage(1, NAME, [[3, 4]]))
+    service.answer(b"w", Stage(1, NAME, "decode", [[3, 4]]))
     (copy,) = [copy for copy in one.residents.fill() if copy.record == (3, 4)]
     assert one.arena.directory.entry(3, 4).state is State.LOADING
     one.residents.failed(copy, "cannot read 100 bytes")
@@ -118,12 +120,12 @@ def test_whoever_waits_for_a_record_that_cannot_be_read_is_told_why(model_path, 
 
 
 def test_a_worker_attaches_before_it_stages(service):
-    assert service.answer(b"stranger", Stage(1, NAME, [[0, 0]])).error == "a worker attaches before it stages"
+    assert service.answer(b"stranger", Stage(1, NAME, "decode", [[0, 0]])).error == "a worker attaches before it stages"
     assert service.answer(b"stranger", Attach(16, NAME)).error == "no worker 16: their numbers go to 15"
 
 
 def test_a_lease_is_its_workers_alone(service):
-    lease = stage(service, b"w", Stage(1, NAME, [[0, 0]])).lease
+    lease = stage(service, b"w", Stage(1, NAME, "decode", [[0, 0]])).lease
     for peer, number in ((b"other", lease), (b"w", lease + 1)):
         with pytest.raises(MessageError, match="not held by this worker"):
             service.answer(peer, Release(number))
@@ -132,20 +134,20 @@ def test_a_lease_is_its_workers_alone(service):
 
 def test_the_leases_of_a_worker_end_when_it_is_gone_replaced_or_attached_again(service):
     for peer in (b"w", b"other"):
-        stage(service, peer, Stage(1, NAME, [[0, 0]]))
+        stage(service, peer, Stage(1, NAME, "decode", [[0, 0]]))
     service.drop(b"other")
     assert service.status()["leases"] == 1
     service.answer(b"new", Attach(0, NAME))
     assert service.status()["leases"] == 0
-    stage(service, b"new", Stage(1, NAME, [[0, 0]]))
-    service.answer(b"new", Stage(2, NAME, [[0, 1]]))
+    stage(service, b"new", Stage(1, NAME, "decode", [[0, 0]]))
+    service.answer(b"new", Stage(2, NAME, "decode", [[0, 1]]))
     service.answer(b"new", Attach(0, NAME))
     assert service.status()["leases"] == 0
     assert service.granted() == [], "the second answer is not due any more"
 
 
 def test_a_grant_that_did_not_reach_its_worker_is_taken_back(service):
-    staged = stage(service, b"w", Stage(1, NAME, [[0, 0]]))
+    staged = stage(service, b"w", Stage(1, NAME, "decode", [[0, 0]]))
     service.unsent(staged)
     service.unsent(staged)
     assert service.status()["leases"] == 0
@@ -153,9 +155,31 @@ def test_a_grant_that_did_not_reach_its_worker_is_taken_back(service):
 
 def test_a_worker_that_never_releases_is_bounded(service, monkeypatch):
     monkeypatch.setattr(service_module, "MAX_LEASES", 3)
-    answers = [stage(service, b"w", Stage(n, NAME, [[0, 0]])) for n in range(4)]
+    answers = [stage(service, b"w", Stage(n, NAME, "decode", [[0, 0]])) for n in range(4)]
     assert [answer.error for answer in answers] == [None, None, None, "this worker holds 3 leases already"]
-    assert stage(service, b"other", Stage(0, NAME, [[0, 0]])).error is None
+    assert stage(service, b"other", Stage(0, NAME, "decode", [[0, 0]])).error is None
+
+
+def test_records_are_staged_for_decode_or_prefill(service):
+    answer = service.answer(b"w", Stage(1, NAME, "training", [[0, 0]]))
+    assert answer.error == "records are staged for decode or prefill, not for 'training'"
+    assert stage(service, b"w", Stage(1, NAME, "prefill", [[0, 0]])).error is None
+
+
+def test_what_a_step_used_is_counted_decode_and_prefill_apart(full, service):
+    used = []
+    full.residents.used = lambda worker, records, use: used.append((worker, use.value, records))
+    bits = np.zeros(56, np.uint8)
+    bits[[0, 9, 55]] = 1
+    assert service.answer(b"other", Used(1, np.packbits(bits, bitorder="little").tobytes(), b"")) is None
+    assert used == [(1, "decode", [(0, 0), (1, 1), (6, 7)]), (1, "prefill", [])]
+
+
+def test_a_bitset_that_names_what_is_not_there_is_refused(service):
+    with pytest.raises(MessageError, match=r"used.prefill: 8 bytes, more than the directory has words for"):
+        service.answer(b"w", Used(1, b"", bytes(8)))
+    with pytest.raises(MessageError, match="attaches before"):
+        service.answer(b"stranger", Used(1, b"", b""))
 
 
 def test_messages_that_are_not_for_a_store_are_refused(service):
