@@ -28,6 +28,7 @@ from sparkd.residency.budget import GIB, Fit, Limit, Needs, Scope, tightest
 from sparkd.store.layout import PAGE, VERSION, ArenaLayout
 from sparkd.store.limits import host_limits, pool_bytes
 from sparkd.store.planned import Plan
+from sparkd.text.tokenizer import Tokenizer
 
 #: Code, buffers and Python objects of all processes together, in bytes.
 PROCESSES = 512 << 20
@@ -55,9 +56,15 @@ def model_name(model: ModelFile) -> str:
 
 
 def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None = None) -> Plan:
-    """The plan for `settings`; BudgetError when it does not fit. `held`: see `host_limits`, which gives `limits`."""
+    """The plan for `settings`; BudgetError when it does not fit. `held`: see `host_limits`, which gives `limits`.
+
+    A vocabulary that contradicts itself is found here, before anything is loaded: workers build what makes ids of texts
+    when they need it.
+    """
     model, program = open_model(settings)
     tokens = model.metadata.strings(_TOKENS) if _TOKENS in model.metadata else ()
+    if tokens:
+        Tokenizer.from_metadata(model.metadata).prepare()
     layout = ArenaLayout.of(program, model)
     needs = host_needs(program, layout, settings)
     if limits is None:

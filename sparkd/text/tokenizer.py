@@ -8,6 +8,9 @@ control and user-defined tokens are literal text and never pass through it.
 
 Control tokens are those of type 3 and every token that ends a generation, whatever type its file gives it: no text of a
 user may spell one of them into a prompt.
+
+Ids become text by a look into the table of tokens. What makes ids out of text takes far longer to build, and is built
+when the first text comes, or before (`prepare`): a worker that goes on with what another left has ids already.
 """
 
 from __future__ import annotations
@@ -15,12 +18,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Encoding, Regex, models, pre_tokenizers
-from tokenizers import Tokenizer as Encoder
+import numpy as np
+from numpy.typing import NDArray
 
 from sparkd.errors import ModelFileError, RequestError, UnsupportedError
 from sparkd.gguf.metadata import Metadata
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as Encoder
 
 # Texts come one at a time: the library's own threads would only idle.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -44,14 +53,16 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
 }
 
 #: Tokens that end a generation in files of the supported families; ids differ from file to file, texts do not.
-END_OF_GENERATION = (
-    "<|endoftext|>",
-    "<|im_end|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "〈|EOS|〉",
-    "</assistant>",
+END_OF_GENERATION = frozenset(
+    [
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+        "〈|EOS|〉",
+        "</assistant>",
+    ]
 )
 
 
@@ -81,85 +92,105 @@ class Tokenizer:
     def __init__(
         self,
         tokens: Sequence[str],
-        types: Sequence[TokenType],
-        merges: Sequence[tuple[str, str]],
+        types: Sequence[int] | NDArray[Any],
+        merges: Sequence[str],
         pre: str,
         *,
         bos_id: int | None,
         eos_id: int | None,
         add_bos: bool,
         ending_ids: Iterable[int],
+        where: str = "tokenizer",
     ) -> None:
-        """`tokens` are distinct, `types` as many, ids in range: `from_metadata` has checked what a file says.
+        """`types` are as many as `tokens`, ids in range: `from_metadata` has checked what a file (`where`) says.
 
-        Raises UnsupportedError for an unknown `pre`, ValueError where a merge names a text that is no token.
+        Raises UnsupportedError for an unknown `pre`. Whether the rest fits together `prepare` says.
         """
-        stages = PRE_TOKENIZERS.get(pre)
-        if stages is None:
+        if pre not in PRE_TOKENIZERS:
             known = ", ".join(PRE_TOKENIZERS)
-            raise UnsupportedError(f"pre-tokenizer {pre!r} is not supported", fix=f"supported are {known}")
-        ids = {token: index for index, token in enumerate(tokens)}
+            raise UnsupportedError(f"pre-tokenizer {pre!r} is not supported", where=where, fix=f"supported are {known}")
         self._tokens = tokens
-        self._types = types
+        self._types = np.asarray(types, np.uint8)
+        self._merges = merges
+        self._stages = PRE_TOKENIZERS[pre]
+        self._where = where
         self._bos = [bos_id] if add_bos and bos_id is not None else []
         self.bos_id = bos_id
         self.eos_id = eos_id
+        spelled = {index for index, token in enumerate(tokens) if token in END_OF_GENERATION}
         #: Ids after which a generation is over.
-        self.end_of_generation_ids = frozenset(ending_ids) | {ids[text] for text in END_OF_GENERATION if text in ids}
-        self._control = {index for index, kind in enumerate(types) if kind is TokenType.CONTROL}
-        self._control |= self.end_of_generation_ids
+        self.end_of_generation_ids = frozenset(ending_ids) | spelled
+        self._control = {*self._of_type(TokenType.CONTROL), *self.end_of_generation_ids}
         #: Texts of all control tokens.
         self.control_texts = frozenset(tokens[index] for index in self._control)
-
-        try:
-            bpe = models.BPE(ids, list(merges), ignore_merges=False, byte_fallback=False, fuse_unk=False)
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(str(error)) from error
-        splits = [pre_tokenizers.Split(Regex(stage), behavior="isolated") for stage in stages]
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        pieces = pre_tokenizers.Sequence([*splits, to_bytes])
-        user_defined = [i for i, kind in enumerate(types) if kind is TokenType.USER_DEFINED and i not in self._control]
-        # Two encoders over one BPE: a switch on a single one would be shared by all threads.
-        self._plain = self._encoder(bpe, pieces, user_defined)
-        self._special = self._encoder(bpe, pieces, [*user_defined, *sorted(self._control)])
-
-    def _encoder(self, bpe: models.BPE, pieces: pre_tokenizers.Sequence, added: Iterable[int]) -> Encoder:
-        encoder = Encoder(bpe)
-        encoder.pre_tokenizer = pieces
-        encoder.add_tokens([AddedToken(self._tokens[i], normalized=False, special=False) for i in added])
-        return encoder
 
     @classmethod
     def from_metadata(cls, metadata: Metadata) -> Tokenizer:
         """The tokenizer that a model file describes.
 
         Raises ModelFileError where its keys are missing or contradict each other, UnsupportedError for another
-        tokenizer model or pre-tokenizer; both name the file.
+        tokenizer model or pre-tokenizer; both name the file. Tokens that repeat and merges `prepare` checks.
         """
         where = metadata.where
         model = metadata.text("tokenizer.ggml.model")
         if model != "gpt2":
             raise UnsupportedError(f"tokenizer model {model!r} is not supported, only 'gpt2'", where=where)
-        tokens = list(metadata.strings("tokenizer.ggml.tokens"))
-        merges = list(metadata.strings("tokenizer.ggml.merges"))
-        _refuse_duplicates(tokens, "token", where)
-        _refuse_duplicates(merges, "merge", where)
+        tokens, merges = list(metadata.strings("tokenizer.ggml.tokens")), metadata.strings("tokenizer.ggml.merges")
         add_bos = metadata.boolean("tokenizer.ggml.add_bos_token", False)
         named = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
         if add_bos and named["bos"] is None:
             raise ModelFileError("tokenizer.ggml.add_bos_token is set without a bos_token_id", where=where)
         endings = [index for name, index in named.items() if name != "bos" and index is not None]
-        types = _token_types(metadata, len(tokens))
-        pairs = _merge_pairs(merges, where)
-        pre = metadata.text("tokenizer.ggml.pre")
+        return cls(
+            tokens,
+            _token_types(metadata, len(tokens)),
+            merges,
+            metadata.text("tokenizer.ggml.pre"),
+            bos_id=named["bos"],
+            eos_id=named["eos"],
+            add_bos=add_bos,
+            ending_ids=endings,
+            where=where,
+        )
+
+    def prepare(self) -> None:
+        """Build now what `encode` needs. ModelFileError where tokens or merges repeat, or do not fit together.
+
+        Takes up to a second, and keeps the interpreter's lock for a third of it at a time.
+        """
+        _ = self._encoders
+
+    @cached_property
+    def _encoders(self) -> tuple[Encoder, Encoder]:
+        """Without and with control tokens: two over one BPE, since all threads would share a switch on a single one."""
+        from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+        merges = list(self._merges)
+        _refuse_duplicates(self._tokens, "token", self._where)
+        _refuse_duplicates(merges, "merge", self._where)
+        ids, pairs = {token: index for index, token in enumerate(self._tokens)}, _merge_pairs(merges, self._where)
         try:
-            return cls(
-                tokens, types, pairs, pre, bos_id=named["bos"], eos_id=named["eos"], add_bos=add_bos, ending_ids=endings
-            )
-        except UnsupportedError as error:
-            raise UnsupportedError(error.what, where=where, fix=error.fix) from None
-        except ValueError as error:
-            raise ModelFileError(f"tokenizer.ggml.merges does not fit the vocabulary: {error}", where=where) from error
+            bpe = models.BPE(ids, pairs, ignore_merges=False, byte_fallback=False, fuse_unk=False)
+        except Exception as error:  # the library raises bare Exception
+            said = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:200])
+            what = f"tokenizer.ggml.merges does not fit the vocabulary: {said}"
+            raise ModelFileError(what, where=self._where) from error
+        splits = [pre_tokenizers.Split(Regex(stage), behavior="isolated") for stage in self._stages]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        pieces = pre_tokenizers.Sequence([*splits, to_bytes])
+
+        def encoder(added: Iterable[int]) -> Encoder:
+            made = Tokenizer(bpe)
+            made.pre_tokenizer = pieces
+            made.add_tokens([AddedToken(self._tokens[i], normalized=False, special=False) for i in added])
+            return made
+
+        user_defined = [index for index in self._of_type(TokenType.USER_DEFINED) if index not in self._control]
+        return encoder(user_defined), encoder([*user_defined, *sorted(self._control)])
+
+    def _of_type(self, kind: TokenType) -> list[int]:
+        ids: list[int] = np.flatnonzero(self._types == kind).tolist()
+        return ids
 
     def __len__(self) -> int:
         """Number of tokens; ids are 0 ... len - 1."""
@@ -173,7 +204,7 @@ class Tokenizer:
         Raises RequestError for text that is too long or holds lone surrogates.
         """
         check_text(text)
-        ids: list[int] = _encoding(self._special if special else self._plain, text).ids
+        ids: list[int] = _encoding(self._encoders[special], text).ids
         return (self._bos if bos else []) + ids
 
     def split_at_control(self, text: str) -> list[str | int]:
@@ -182,7 +213,7 @@ class Tokenizer:
         Encoding the stretches without special parsing gives what `encode(text, special=True)` gives.
         """
         check_text(text)
-        encoding = _encoding(self._special, text)
+        encoding = _encoding(self._encoders[True], text)
         parts: list[str | int] = []
         position = 0
         for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -260,17 +291,16 @@ def _merge_pairs(merges: Iterable[str], where: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _token_types(metadata: Metadata, count: int) -> list[TokenType]:
+def _token_types(metadata: Metadata, count: int) -> NDArray[Any]:
     numbers = metadata.numbers("tokenizer.ggml.token_type")
     if len(numbers) != count:
         what = f"tokenizer.ggml.token_type has {len(numbers)} entries for {count} tokens"
         raise ModelFileError(what, where=metadata.where)
-    known = {int(kind): kind for kind in TokenType}
-    types = [known.get(number) for number in numbers.tolist()]
-    if None in types:
-        index = types.index(None)
+    unknown = np.flatnonzero(~np.isin(numbers, list(TokenType)))
+    if unknown.size:
+        index = int(unknown[0])
         raise ModelFileError(f"token {index} has the unknown type {numbers[index]}", where=metadata.where)
-    return [kind for kind in types if kind is not None]
+    return numbers
 
 
 def _token_id(metadata: Metadata, name: str, count: int) -> int | None:

@@ -2,6 +2,9 @@
 
 Orders go in with `put`; results come out with `take`, in order, and `woken` (an inproc socket of the worker's context)
 becomes readable when there is one.
+
+What makes ids of texts takes longer to build than all the rest of a worker. So it is built with the first order that
+needs it, or before that, when the worker has nothing else to do (`Prepare`): what is resumed has ids and need not wait.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import secrets
 import threading
 import time
 from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -19,40 +24,49 @@ from sparkd.errors import RequestError, SparkError
 from sparkd.gguf.metadata import Metadata
 from sparkd.ipc.internal import Encode, Encoded, Refused, Run
 from sparkd.ipc.messages import MAX_BYTES
-from sparkd.text.chat import ChatTemplate
 from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.stop import StopMatcher, end_texts
 from sparkd.text.tokenizer import Tokenizer
 from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens
 from sparkd.worker.sequences import Clock, Sequence
 
+if TYPE_CHECKING:
+    from sparkd.text.chat import ChatTemplate
+
 #: Bits of a drawn seed: few enough to survive a JSON reader that knows only doubles.
 _SEED_BITS = 53
 #: Ids that one answer may hold; on the wire an id takes up to five bytes.
 _MAX_IDS = MAX_BYTES // 8
 
-Order = Run | Encode
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Build what texts will need."""
+
+
+Order = Run | Encode | Prepare
 Result = Sequence | Refused | Encoded
 
 
 class Texts:
-    """What the desk knows of the model: its tokenizer, its chat template if it has a usable one, its limits."""
+    """What the desk knows of the model: its tokenizer, its chat template, its limits. Works for one thread."""
 
     def __init__(self, metadata: Metadata, context: int, vocab: int) -> None:
-        """SparkError when the file describes no tokenizer; a missing template only fails requests that need it."""
+        """SparkError when the file describes no tokenizer. A missing template only fails requests that need it."""
         self.tokenizer = Tokenizer.from_metadata(metadata)
         self.context = context
         #: Ids that mean something: embeddings may have more rows than the vocabulary has tokens.
         self.vocab = min(vocab, len(self.tokenizer))
         self._ends = end_texts(metadata.text("general.architecture"))
-        self._template: ChatTemplate | SparkError
-        try:
-            self._template = ChatTemplate.from_metadata(metadata, self.tokenizer)
-        except SparkError as error:
-            self._template = error
+        self._metadata = metadata
+        self._template: ChatTemplate | SparkError | None = None
 
-    def work(self, order: Order) -> Result:
+    def work(self, order: Order) -> Result | None:
         """Do one order; a request that cannot be done is Refused (or an Encoded with its error)."""
+        if isinstance(order, Prepare):
+            self.tokenizer.prepare()
+            self._chat()
+            return None
         if isinstance(order, Encode):
             try:
                 return Encoded(order.job, self._ids(order))
@@ -65,8 +79,18 @@ class Texts:
 
     def close(self) -> None:
         """End the template's process."""
-        if isinstance(self._template, ChatTemplate):
+        if self._template is not None and not isinstance(self._template, SparkError):
             self._template.close()
+
+    def _chat(self) -> ChatTemplate | SparkError:
+        from sparkd.text.chat import ChatTemplate
+
+        if self._template is None:
+            try:
+                self._template = ChatTemplate.from_metadata(self._metadata, self.tokenizer)
+            except SparkError as error:
+                self._template = error
+        return self._template
 
     def _ids(self, order: Encode) -> list[int]:
         ids = self.tokenizer.encode(order.text, special=order.special)
@@ -103,9 +127,10 @@ class Texts:
             return run.tokens
         if run.prompt is not None:
             return self.tokenizer.encode(run.prompt, special=True, bos=True)
-        if isinstance(self._template, SparkError):
-            raise self._template
-        return self._template.encode(run.chat or [], run.tools, options=run.options).ids
+        template = self._chat()
+        if isinstance(template, SparkError):
+            raise template
+        return template.encode(run.chat or [], run.tools, options=run.options).ids
 
 
 class Desk:
@@ -149,8 +174,10 @@ class Desk:
     def _run(self) -> None:
         try:
             while (order := self._orders.get()) is not None:
-                self._results.put(self._texts.work(order))
-                self._waker.send(b"")
+                result = self._texts.work(order)
+                if result is not None:
+                    self._results.put(result)
+                    self._waker.send(b"")
         except BaseException as error:
             self._results.put(error)
             self._waker.send(b"")

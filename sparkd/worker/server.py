@@ -40,7 +40,7 @@ from sparkd.kernels import available
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.plan import STEP_ROWS
-from sparkd.worker.desk import Desk, Texts
+from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.engine import Engine, Routing
 from sparkd.worker.scheduler import Scheduler
 from sparkd.worker.sequences import Sequence
@@ -51,6 +51,8 @@ from sparkd.worker.threads import count_threads
 _WORKER = 0
 _IDLE_S = 5.0
 _POLL_S = 0.05
+#: Seconds without anything to do after which this worker makes itself ready for texts.
+_QUIET_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +168,16 @@ class WorkerServer:
     # ---- serving ----
 
     def _serve(self, desk: Desk, parts: Parts) -> None:
-        child, engine = self._child, parts.engine
+        child, engine, patience = self._child, parts.engine, _QUIET_S
         while child.running:
-            for msg in child.wait(0.0 if engine.busy else _IDLE_S, desk.woken):
+            msgs = child.wait(0.0 if engine.busy else patience, desk.woken)
+            results = desk.take()
+            if patience == _QUIET_S and not (engine.busy or msgs or results):
+                desk.put(Prepare())
+                patience = _IDLE_S
+            for msg in msgs:
                 self._take(msg, desk, parts)
-            for result in desk.take():
+            for result in results:
                 self._take_result(result, engine)
             if engine.busy:
                 self._send(engine.step())

@@ -10,9 +10,10 @@ import pytest
 import zmq
 
 from sparkd.gguf.model_file import ModelFile
-from sparkd.ipc.internal import Encode, Encoded
-from sparkd.ipc.messages import MessageError, encode
-from sparkd.worker.desk import Desk, Texts
+from sparkd.ipc.internal import Encode, Encoded, Run
+from sparkd.ipc.messages import MessageError, Sampling, encode
+from sparkd.worker.desk import Desk, Prepare, Texts
+from sparkd.worker.sequences import Sequence
 
 DEMO = Path(__file__).parents[2] / "sparkd/demo/spark-demo-laguna.gguf"
 
@@ -35,6 +36,17 @@ def test_a_text_of_more_tokens_than_an_answer_holds_is_refused_with_both_numbers
     answer = texts.work(Encode(1, "\U00020000" * 600_000, special=False))
     assert isinstance(answer, Encoded) and answer.tokens is None and answer.error is not None
     assert "2400000 tokens" in answer.error and "2097152" in answer.error
+
+
+def test_what_has_ids_is_resumed_before_anything_for_texts_is_built() -> None:
+    texts = Texts(ModelFile.open(DEMO).metadata, context=2048, vocab=4096)
+    run = Run(1, None, [100, 200], None, None, {}, Sampling(seed=1), [], 8, ignore_eos=False, produced=[300])
+    resumed = texts.work(run)
+    assert isinstance(resumed, Sequence) and list(resumed.tokens) == [100, 200, 300]
+    assert "_encoders" not in vars(texts.tokenizer) and texts._template is None
+    assert texts.work(Prepare()) is None
+    assert "_encoders" in vars(texts.tokenizer) and texts._template is not None
+    texts.close()
 
 
 def test_the_longest_answer_fits_into_a_message() -> None:

@@ -324,3 +324,15 @@ def test_a_plan_that_cannot_be_made_says_why_in_one_line(path, code):
     assert answer["code"] == code
     assert "\n" not in answer["error"]
     assert done.stderr == ""
+
+
+def test_a_vocabulary_that_contradicts_itself_is_refused_by_the_plan_with_file_and_reason(model_path, tmp_path):
+    source, path = Path(model_path("laguna-tiny-s1-f32")), tmp_path / "model.gguf"
+    merges = open_model(_settings(source))[0].metadata["tokenizer.ggml.merges"]
+    content = bytearray(source.read_bytes())
+    assert merges[1] == "h e"
+    content[content.index(b"h e", merges.offset)] = ord("\n")  # never a token: the alphabet of bytes has another
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=f"{path}: .*merges does not fit the vocabulary") as caught:
+        make_plan(_settings(path), limits=[Limit("limit", GIB)])
+    assert "\n" not in str(caught.value)

@@ -51,7 +51,9 @@ GOOD: dict[str, object] = {
 
 
 def build(**changes: object) -> Tokenizer:
-    return Tokenizer.from_metadata(metadata(**(GOOD | changes)))
+    tokenizer = Tokenizer.from_metadata(metadata(**(GOOD | changes)))
+    tokenizer.prepare()
+    return tokenizer
 
 
 def vocabulary_only(architecture: str, path: Path) -> Metadata:
