@@ -11,7 +11,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes a daemon takes in host memory. `slack` is what the processes themselves need."""
+    """Bytes a daemon takes in host memory. `slack` is what the processes themselves need.
+
+    `padding` lies between the parts of the arena, and up to its last whole page.
+    """
 
     core: int
     records: int
@@ -19,11 +22,12 @@ class Needs:
     directory: int
     state: int
     slack: int
+    padding: int = 0
 
     @property
     def arena(self) -> int:
         """The shared region: weights and what finds them."""
-        return self.core + self.records + self.headers + self.directory
+        return self.core + self.records + self.headers + self.directory + self.padding
 
     @property
     def total(self) -> int:
@@ -68,6 +72,12 @@ class Fit:
     def weights(self) -> int:
         """Bytes of core and records together that would fit beside the other needs."""
         return max(self.limit.size - (self.need - self.needs.core - self.needs.records), 0)
+
+
+def room(needs: Needs, limits: Sequence[Limit]) -> int:
+    """Bytes that all limits leave for an arena of any size, beside the other needs; 0: none."""
+    others = {Scope.ARENA: 0, Scope.ALL: needs.total - needs.arena}
+    return max(min(limit.size - others[limit.scope] for limit in limits), 0)
 
 
 def tightest(needs: Needs, limits: Sequence[Limit]) -> Fit:

@@ -25,6 +25,7 @@ from sparkd.graph.ops import Op, Weight
 from sparkd.graph.program import ExpertLayer, Program
 from sparkd.ipc.directory import Directory
 from sparkd.ipc.mapping import HUGE_PAGE
+from sparkd.residency.sizing import SlabNeed, size_slabs, smallest_slabs
 from sparkd.residency.slabs import SlabSize
 
 VERSION = 2
@@ -132,6 +133,33 @@ class ArenaLayout:
             _up(offset, HUGE_PAGE),
         )
 
+    @staticmethod
+    def within(program: Program, model: ModelFile, room: int) -> ArenaLayout:
+        """The layout that holds most of `model` in `room` bytes; the same for any room down to its `total_bytes`.
+
+        The smallest of all where `room` is too small for any: then its `total_bytes` are more. UnsupportedError: `of`.
+        """
+        layout = ArenaLayout.of(program, model)
+        if layout.total_bytes <= room:
+            return layout
+        needs = layout.slab_needs(program)
+        budget = room // HUGE_PAGE * HUGE_PAGE - _up(layout.core_offset + layout.core_bytes, PAGE)
+        try:
+            sizes = size_slabs(needs, budget, PAGE)
+        except ValueError:
+            sizes = smallest_slabs(needs)
+        return ArenaLayout.of(program, model, sizes)
+
+    def slab_needs(self, program: Program) -> list[SlabNeed]:
+        """What each slab is there for."""
+        needs = []
+        for number, slab in enumerate(self.slabs):
+            layers = [n for n, records in enumerate(self.layers) if records.slab == number]
+            experts = max(self.layers[n].experts for n in layers)
+            top_k = max(program.expert_layers[n].top_k for n in layers)
+            needs.append(SlabNeed(slab.record_bytes, slab.records, experts, top_k))
+        return needs
+
     def record(self, layer: int, slot: int) -> int:
         """Offset of slot `slot` of the slab that holds expert layer `layer`."""
         slab = self.slabs[self.layers[layer].slab]
@@ -148,6 +176,13 @@ class ArenaLayout:
     def records_bytes(self) -> int:
         """Bytes of all slabs."""
         return sum(slab.slots * slab.record_bytes for slab in self.slabs)
+
+    @property
+    def padding_bytes(self) -> int:
+        """What lies between the parts, and after them up to the end of a huge page."""
+        return self.total_bytes - (
+            PAGE + self.shards_bytes + self.directory_bytes + self.core_bytes + self.records_bytes
+        )
 
 
 def core_tensors(program: Program) -> list[str]:

@@ -106,6 +106,7 @@ def host_needs(program: Program, layout: ArenaLayout, settings: Settings) -> Nee
         directory=layout.directory_bytes,
         state=state_bytes(program, settings),
         slack=PROCESSES,
+        padding=layout.padding_bytes,
     )
 
 

@@ -123,7 +123,7 @@ def open_arena(region: Region, settings: Settings) -> Arena:
     if Arena.present(region):
         return Arena.attach(region, build)
     model, program = open_model(settings)
-    layout = ArenaLayout.of(program, model)
+    layout = ArenaLayout.within(program, model, region.size)
     if layout.total_bytes != region.size:
         raise ModelFileError(
             f"changed since the start: needs an arena of {layout.total_bytes} bytes now, {region.size} were planned",

@@ -130,6 +130,20 @@ def test_the_layout_follows_from_model_and_slots_alone(model_path):
         ArenaLayout.of(one.program, one.model, [SlabSize(1, reserve=1) for _ in fewer])
 
 
+@pytest.mark.parametrize("name", ["laguna-tiny-s1-q4_k_m", "qwen35moe-tiny-s1-f32"])
+def test_the_layout_within_a_room_is_the_same_for_a_region_of_its_size(model_path, name):
+    one = empty(model_path(name))
+    full = one.arena.layout
+    assert ArenaLayout.within(one.program, one.model, full.total_bytes) == full
+    smallest = ArenaLayout.within(one.program, one.model, 0)
+    assert [slab.size for slab in smallest.slabs] == [SlabSize(2, 1) for _ in full.slabs]
+    step = full.slabs[0].record_bytes // 3
+    for room in range(smallest.total_bytes, full.total_bytes, step):
+        layout = ArenaLayout.within(one.program, one.model, room)
+        assert layout.total_bytes <= room
+        assert ArenaLayout.within(one.program, one.model, layout.total_bytes) == layout
+
+
 def test_an_attached_arena_needs_no_file(model_path, tmp_path):
     path = tmp_path / "model.gguf"
     shutil.copy(model_path("qwen35moe-tiny-s1-q4_k_m"), path)
