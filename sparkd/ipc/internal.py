@@ -262,10 +262,14 @@ class Used:
 
 @message("placement")
 class Placement:
-    """Which experts should be hot in a tier: `hot[layer]` lists ids; `ring` is the share of slots for the tail."""
+    """Which experts should be hot in a tier: `hot[layer]` lists ids; `ring` is the share of slots for the tail.
+
+    `half_life`: steps after which a use counts half where the ring chooses whom to evict.
+    """
 
     version: int
     model: str
     tier: str
     hot: list[list[int]]
     ring: float
+    half_life: float

@@ -1,40 +1,113 @@
-"""The ring: slots of resident records that are not hot, the least recently used first. Pure."""
+"""The ring: resident records that are not hot, the least used goes first. Pure.
+
+A record's *heat* is the number of its uses, each counted for half as much every `half_life` steps: a mean of frequency
+and recency. With a half-life of one step it is the order of the last use (what came later weighs more than all before
+it), with a very long one plain frequency. Heats are kept as logarithms relative to a clock, so that they change with
+uses alone and two records never change places but by a use: a heap of heats as they were is a heap of lower bounds.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import heapq
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
 
-from sparkd.residency.slots import Slot
+#: Steps after which a use counts half, unless a placement says otherwise (bench/policies.py).
+HALF_LIFE = 64.0
+#: Half-lives, in powers of two, after which an old use changes nothing in the sum with a new one.
+_FORGOTTEN = 50.0
+
+RecordT = TypeVar("RecordT", bound=Hashable)
 
 
-class Ring:
-    """Members in the order of their last use; constant time, but that `oldest` passes over older members with leases.
+class Heats(Generic[RecordT]):
+    """The heat of every record that was ever used, resident or not; constant time for a use."""
 
-    These are few: one part of an operation leases at most the reserve.
+    def __init__(self, half_life: float = HALF_LIFE) -> None:
+        """ValueError when `half_life` (in steps) is below 1 or not finite."""
+        #: Logarithm, to base 2, of the heat that one use in the present step gives.
+        self.now = 0.0
+        self._logs: dict[RecordT, float] = {}
+        self.set_half_life(half_life)
+
+    def set_half_life(self, half_life: float) -> None:
+        """Go on with another half-life; heats so far stay what they are now. ValueError as at the beginning."""
+        if not 1.0 <= half_life < math.inf:
+            raise ValueError(f"a half-life of {half_life} steps")
+        self._tick = 1.0 / half_life
+
+    def use(self, records: Iterable[RecordT]) -> None:
+        """A step, the next one, uses these records, each named once."""
+        self.now = now = self.now + self._tick
+        logs = self._logs
+        for record in records:
+            age = now - logs.get(record, -math.inf)
+            logs[record] = now + math.log2(1.0 + 2.0**-age) if age < _FORGOTTEN else now
+
+    def log(self, record: RecordT) -> float:
+        """Logarithm of the heat of a record, relative to the beginning; minus infinity without a use."""
+        return self._logs.get(record, -math.inf)
+
+    def heat(self, record: RecordT) -> float:
+        """The heat of a record in the present step: 1 for one use now."""
+        return float(2.0 ** (self.log(record) - self.now))
+
+
+class Ring(Generic[RecordT]):
+    """Members, of which the coldest can be found: logarithmic time for each use of a member, at most.
+
+    A member that has just come in counts as used once in that step, if its heat is less: it was brought for a use.
     """
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[Slot, None] = OrderedDict()
+    def __init__(self, heats: Heats[RecordT]) -> None:
+        self._heats = heats
+        self._members: dict[RecordT, int] = {}
+        #: (lower bound of the logarithm of the heat, number of the coming in, record); old entries stay until met.
+        self._heap: list[tuple[float, int, RecordT]] = []
+        self._comings = 0
 
-    def add(self, slot: Slot) -> None:
-        """Take in a member, as the most recent."""
-        self._order[slot] = None
+    def add(self, record: RecordT) -> None:
+        """Take in a member."""
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [entry for entry in self._heap if self._members.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+        self._comings += 1
+        self._members[record] = self._comings
+        heapq.heappush(self._heap, (max(self._heats.log(record), self._heats.now), self._comings, record))
 
-    def touch(self, slot: Slot) -> None:
-        """Make a member the most recent. KeyError when it is none."""
-        self._order.move_to_end(slot)
-
-    def remove(self, slot: Slot) -> None:
+    def remove(self, record: RecordT) -> None:
         """Let a member go. KeyError when it is none."""
-        del self._order[slot]
+        del self._members[record]
 
-    def oldest(self) -> Slot | None:
-        """The least recent member that no lease is on; None without one."""
-        return next((slot for slot in self._order if not slot.leases), None)
+    def coldest(self, busy: Callable[[RecordT], bool] | None = None) -> RecordT | None:
+        """The coldest member that is not busy, of equals the one that came first; None without one.
 
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._order)
+        Busy members that are colder are passed over, each time: there should be few.
+        """
+        heap, members, log = self._heap, self._members, self._heats.log
+        passed = []
+        found = None
+        while heap:
+            bound, coming, record = heap[0]
+            if members.get(record) != coming:
+                heapq.heappop(heap)
+            elif (heat := log(record)) > bound:
+                heapq.heapreplace(heap, (heat, coming, record))
+            elif busy is not None and busy(record):
+                passed.append(heapq.heappop(heap))
+            else:
+                found = record
+                break
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
+
+    def __contains__(self, record: RecordT) -> bool:
+        return record in self._members
+
+    def __iter__(self) -> Iterator[RecordT]:
+        return iter(self._members)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._members)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from sparkd.residency.ring import Ring
+from sparkd.residency.ring import Heats, Ring
 from sparkd.residency.slots import GENERATIONS, Place, Record, Slot, SlotState
 
 
@@ -71,13 +71,13 @@ class Slab:
     hot records that wait. `entering` and `leaving` are what a placement has yet to swap.
     """
 
-    def __init__(self, number: int, size: SlabSize, records: int) -> None:
+    def __init__(self, number: int, size: SlabSize, records: int, heats: Heats[Record]) -> None:
         self.size = size
         self.full = size.holds(records)
         self.slots = [Slot(number, Place(n, 0), n >= size.ordinary) for n in range(size.slots)]
         self.free = deque(self.slots[: size.ordinary])
         self.reserve = deque(self.slots[size.ordinary :])
-        self.ring = Ring()
+        self.ring = Ring(heats)
         self.returning = 0
         self.hot = 0
         self.hot_wants: OrderedDict[Record, None] = OrderedDict()

@@ -4,8 +4,8 @@ Pure: the owner of a tier calls it with what happened, and carries out the comma
 next call. `slots` draws the states of a slot; `epochs` says when a slot that could be read is safe to be written.
 
 A record becomes resident by being admitted, to the hot set (`place`, `swap`) or to the ring (`admit`, and what `stage`
-misses for decode): it waits for an ordinary slot, the ring gives up its least recent member for it, and once copied it
-is published, unless the copy fails or is cancelled. Prefill admits nothing and touches nothing.
+misses for decode): it waits for an ordinary slot, the ring gives up its coldest member for it, and once copied it is
+published, unless the copy fails or is cancelled. Prefill admits nothing and heats nothing.
 
 What a step needs and does not find is staged, part by part, under leases (`leases` draws their states). Parts wait in
 order; a part names at most as many records of a slab as its reserve has slots, and gets all it needs at once. So a part
@@ -22,6 +22,7 @@ from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Ref
 from sparkd.residency.epochs import Epochs, Steps
 from sparkd.residency.leases import Lease, LeaseState, Use
 from sparkd.residency.placement import Placement, PlacementError
+from sparkd.residency.ring import Heats
 from sparkd.residency.slabs import LayerSize, Slab, SlabSize, SlabUse
 from sparkd.residency.slots import Place, Record, Slot, SlotState
 
@@ -53,7 +54,8 @@ class Residency:
         """ValueError when a slab cannot serve its records, or what is adopted is not of this shape."""
         self._layers = tuple(layers)
         records = [sum(layer.experts for layer in layers if layer.slab == slab) for slab in range(len(slabs))]
-        self._slabs = [Slab(number, size, records[number]) for number, size in enumerate(slabs)]
+        self._heats: Heats[Record] = Heats()
+        self._slabs = [Slab(number, size, records[number], self._heats) for number, size in enumerate(slabs)]
         #: Ordinary slots that are copied to, copied or resident; reserve slots that are copied to or copied.
         self._homes: dict[Record, Slot] = {}
         self._staged: dict[Record, Slot] = {}
@@ -112,31 +114,31 @@ class Residency:
         return self._settle()
 
     def used(self, worker: int, records: Iterable[Record], use: Use) -> list[Record]:
-        """A step of a worker used these records, each named once: counts them, and makes them recent for decode.
+        """A step of a worker used these records, each named once: counts them, and heats them for decode.
 
         The records that the step missed: they were not resident, or only because it staged them.
         """
         staged = self._missed.pop((worker, use), set())
-        missed = []
+        named = tuple(records)
+        missed = [record for record in named if record in staged or self.place_of(record) is None]
         counts = self.counts[use]
-        for record in records:
-            slot = self._homes.get(record)
-            resident = slot is not None and slot.state is SlotState.RESIDENT
-            if slot is not None and resident and not slot.hot and use is Use.DECODE:
-                self._slab(record).ring.touch(slot)
-            counts.uses += 1
-            if not resident or record in staged:
-                counts.misses += 1
-                missed.append(record)
+        counts.uses += len(named)
+        counts.misses += len(missed)
+        if use is Use.DECODE:
+            self._heats.use(named)
         return missed
 
     def place(self, placement: Placement) -> None:
-        """Take a placement as the goal of later swaps. PlacementError when this tier cannot hold it."""
+        """Take a placement as the goal of later swaps. PlacementError when this tier cannot hold it.
+
+        What it says of the ring holds at once.
+        """
         ranked = placement.ranked([layer.experts for layer in self._layers])
         for slab, count in self._per_slab(ranked).items():
             if count > slab.size.hot(placement.ring):
                 most = slab.size.hot(placement.ring)
                 raise PlacementError(f"{count} hot records of one size, beside the ring there is room for {most}")
+        self._heats.set_half_life(placement.half_life)
         self._target = frozenset(ranked)
         for slab in self._slabs:
             for record in [record for record in slab.hot_wants if record not in self._target]:
@@ -155,7 +157,7 @@ class Residency:
     def swap(self, limit: int) -> list[Command]:
         """Take at most `limit` steps towards the placement: a record leaves the hot set, another enters, or both.
 
-        What leaves is the ring's most recent member. What enters keeps its slot if it has one.
+        What leaves joins the ring. What enters keeps its slot if it has one.
         """
         for slab in self._slabs:
             while limit > 0 and (slab.entering or slab.leaving):
@@ -219,7 +221,7 @@ class Residency:
             slot.turn(SlotState.RESIDENT)
             self._residents[slot.owner.layer] += 1
             if not slot.hot:
-                self._slabs[slot.slab].ring.add(slot)
+                self._slabs[slot.slab].ring.add(slot.owner)
             self._commands.append(Publish(slot.owner, slot.place))
         self._copied = []
         return self._settle()
@@ -292,12 +294,11 @@ class Residency:
 
     def _evict(self, slab: Slab) -> None:
         for _ in range(slab.shortage):
-            slot = slab.ring.oldest()
-            if slot is None:
+            record = slab.ring.coldest(self._leased)
+            if record is None:
                 return
-            record = slot.owner
-            slab.ring.remove(slot)
-            del self._homes[record]
+            slab.ring.remove(record)
+            slot = self._homes.pop(record)
             self._residents[record.layer] -= 1
             self._commands.append(Retract(record, slot.place))
             self._epochs.retire(slot)
@@ -384,14 +385,14 @@ class Residency:
             return
         slot.hot = True
         if slot.state is SlotState.RESIDENT:
-            slab.ring.remove(slot)
+            slab.ring.remove(record)
 
     def _demote(self, slab: Slab, record: Record) -> None:
         slot = self._homes[record]
         slab.hot -= 1
         slot.hot = False
         if slot.state is SlotState.RESIDENT:
-            slab.ring.add(slot)
+            slab.ring.add(record)
 
     def _cool(self, slab: Slab, slot: Slot) -> None:
         """Take a slot that is about to lose its record out of the hot set."""
@@ -421,12 +422,15 @@ class Residency:
             slot = slab.slots[place.slot]
             slot.place, slot.state, slot.record = place, SlotState.RESIDENT, record
             slab.returning -= 1
-            slab.ring.add(slot)
+            slab.ring.add(record)
             self._homes[record] = slot
             self._residents[record.layer] += 1
         draining = [slot for slab in self._slabs for slot in slab.slots if slot.state is SlotState.DRAINING]
         ordinary = [slot for slot in draining if not slot.reserve]
         self._epochs.adopt(ordinary, [slot for slot in draining if slot.reserve], adopted.counters)
+
+    def _leased(self, record: Record) -> bool:
+        return bool(self._homes[record].leases)
 
     def _slab(self, record: Record) -> Slab:
         layer = self._layers[record.layer]

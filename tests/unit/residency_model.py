@@ -13,6 +13,7 @@ from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Ref
 from sparkd.residency.epochs import Steps
 from sparkd.residency.leases import LeaseState, Use
 from sparkd.residency.placement import Placement
+from sparkd.residency.ring import HALF_LIFE
 from sparkd.residency.slabs import LayerSize, SlabSize
 from sparkd.residency.slots import Place, Record
 from sparkd.residency.transfers import Adopted, Residency
@@ -65,9 +66,10 @@ class Tier:
         self.open: set[Record] = set()
         self.asked: dict[int, Asked] = {}
         self.granted = 0
-        #: When a ring member was last used. Those that one swap demoted share a number.
-        self.recency: dict[Record, int] = {}
-        self.now = 0
+        #: Decayed uses of each record, and the one use a ring member counts as having had when it came in, decayed too.
+        self.heat: dict[Record, float] = {}
+        self.welcome: dict[Record, float] = {}
+        self.half_life = HALF_LIFE
 
     # ---- what happens ----
 
@@ -94,13 +96,14 @@ class Tier:
         missed = self.engine.used(worker, records, use)
         assert {record for record in records if record not in self.words} <= set(missed)
         if use is Use.DECODE:
-            for record in records:
-                if record in self.words:
-                    self.recency[record] = self.tick()
+            for heat in (self.heat, self.welcome):
+                heat.update({record: value * 0.5 ** (1 / self.half_life) for record, value in heat.items()})
+            self.heat.update({record: self.heat.get(record, 0.0) + 1.0 for record in records})
         return missed
 
-    def place(self, hot: Sequence[Sequence[int]], ring: float) -> None:
-        self.engine.place(Placement(1, hot, ring))
+    def place(self, hot: Sequence[Sequence[int]], ring: float, half_life: float = HALF_LIFE) -> None:
+        self.engine.place(Placement(1, hot, ring, half_life))
+        self.half_life = half_life
 
     def swap(self, limit: int) -> int:
         """Returns how many records entered or left the hot set."""
@@ -109,8 +112,7 @@ class Tier:
         after = self.engine.hot()
         swaps = max(len(before - after), len(after - before))
         assert swaps <= limit
-        now = self.tick()
-        self.recency.update(dict.fromkeys(before - after, now))
+        self.welcome.update(dict.fromkeys(before - after, 1.0))
         self.run(commands)
         return swaps
 
@@ -179,8 +181,7 @@ class Tier:
             one.missed = not one.alive
         highest = max(self.generation.values(), default=0)
         self.engine = Residency(self.layers, self.slabs, Adopted(dict(self.words), highest, self.counters()))
-        for record in self.words:
-            self.recency[record] = self.tick()
+        self.heat, self.welcome, self.half_life = {}, dict.fromkeys(self.words, 1.0), HALF_LIFE
 
     # ---- the owner, carrying out commands ----
 
@@ -232,7 +233,7 @@ class Tier:
         assert record not in self.words
         self.words[record] = place
         self.open.remove(record)
-        self.recency[record] = self.tick()
+        self.welcome[record] = 1.0
         for worker in self.workers:
             for step in worker.running:
                 step.readable.add((record, place))
@@ -252,7 +253,7 @@ class Tier:
         slab, hot = self.slab(record), self.engine.hot()
         for other, where in self.words.items():
             if self.slab(other) == slab and other not in hot and other not in maybe and (other, where) not in leased:
-                assert self.recency[record] <= self.recency[other], "evicted before one that is less recent"
+                assert self.warmth(record) <= self.warmth(other) * (1 + 1e-9), "evicted before a colder one"
 
     def _grant(self, number: int, places: tuple[Place, ...]) -> None:
         asked = self.asked[number]
@@ -334,6 +335,5 @@ class Tier:
     def slab(self, record: Record) -> int:
         return self.layers[record.layer].slab
 
-    def tick(self) -> int:
-        self.now += 1
-        return self.now
+    def warmth(self, record: Record) -> float:
+        return max(self.heat.get(record, 0.0), self.welcome[record])

@@ -258,31 +258,45 @@ def test_a_spare_slot_takes_a_miss_straight_into_the_ring():
 # ---- the ring ----
 
 
-def test_the_ring_is_a_plain_lru_when_every_miss_is_admitted():
+def test_with_a_half_life_of_one_step_the_ring_is_a_plain_lru():
     tier = one_layer(9, 1, experts=40, workers=1)
+    tier.place([[]], ring=1.0, half_life=1.0)
     rng = random.Random(5)
     plain: OrderedDict[Record, None] = OrderedDict()
-    for _ in range(500):
-        wanted = list(dict.fromkeys(Record(0, int(rng.gauss(20, 7)) % 40) for _ in range(4)))
-        tier.begin(0)
-        tier.end(0)
-        tier.admit(tier.used(0, wanted, Use.DECODE))
-        tier.observe()
-        for copy in list(tier.copies):
-            tier.copied(copy)
-        tier.publish()
-        for hits in (True, False):
-            for record in wanted:
-                if (record in plain) is hits:
-                    plain[record] = None
-                    plain.move_to_end(record)
-            wanted = [record for record in wanted if not hits or record not in plain]
+    for _ in range(2000):
+        record = Record(0, int(rng.gauss(20, 7)) % 40)
+        serve(tier, [record])
+        plain[record] = None
+        plain.move_to_end(record)
         while len(plain) > 8:
             plain.popitem(last=False)
         assert set(tier.words) == set(plain)
 
 
-def test_a_leased_record_stays_and_the_next_oldest_goes():
+def test_what_comes_once_does_not_drive_out_what_comes_often():
+    tier = one_layer(9, 1, experts=40, workers=1)
+    tier.place([[]], ring=1.0, half_life=64.0)
+    often = [Record(0, expert) for expert in range(7)]
+    for once in range(200):
+        serve(tier, [often[once % 7], often[(once + 3) % 7], Record(0, 7 + once % 33)])
+    assert set(often) < set(tier.words)
+    for later in range(200):
+        serve(tier, [Record(0, 20 + later % 8)])
+    assert set(tier.words) == {Record(0, 20 + n) for n in range(8)}, "what was hot long ago is forgotten"
+
+
+def serve(tier: Tier, wanted: list[Record]) -> None:
+    """A step of worker 0 that admits what it missed."""
+    tier.begin(0)
+    tier.end(0)
+    tier.admit(tier.used(0, wanted, Use.DECODE))
+    tier.observe()
+    for copy in list(tier.copies):
+        tier.copied(copy)
+    tier.publish()
+
+
+def test_a_leased_record_stays_and_the_next_coldest_goes():
     tier = one_layer(4, 1)
     resident(tier, 0, 1, 2)
     lease = tier.stage(1, [Record(0, 0)], Use.PREFILL)
@@ -504,7 +518,7 @@ def test_a_record_that_becomes_hot_keeps_its_slot_and_costs_no_copy():
     assert not tier.copies
 
 
-def test_a_record_that_is_no_longer_hot_is_the_most_recent_of_the_ring():
+def test_a_record_that_is_no_longer_hot_counts_as_just_used_in_the_ring():
     tier = one_layer(4, 1)
     resident(tier, 0, 1, 2)
     tier.place([[0]], ring=0.5)
@@ -658,3 +672,11 @@ def test_slots_that_the_readers_of_an_owner_before_may_read_are_not_written_unti
     tier.observe()
     assert [copy.record.expert for copy in tier.copies] == [3, 4]
     tier.settle()
+
+
+@pytest.mark.parametrize("half_life", [0.0, 0.5, -1.0, float("inf"), float("nan")])
+def test_a_ring_without_a_possible_half_life_is_refused(half_life):
+    tier = one_layer(5, 1)
+    with pytest.raises(PlacementError, match="half-life"):
+        tier.engine.place(Placement(1, [[0]], 0.5, half_life))
+    assert tier.engine.hot() == frozenset()

@@ -1,5 +1,5 @@
 """The residency engine under random operations, each command checked by a model (`residency_model`) that knows every
-byte: no slot with two owners, nothing read before it is complete, nothing in use overwritten, least recent first,
+byte: no slot with two owners, nothing read before it is complete, nothing in use overwritten, coldest first,
 everything admitted published or given back, every lease granted in the end."""
 
 from __future__ import annotations
@@ -132,15 +132,15 @@ TestRandomOperations.settings = settings(
 )
 
 
-def placement(tier: Tier, rng: random.Random, ring: float) -> tuple[list[list[int]], float]:
-    """Hot sets that fill what the ring leaves, or less."""
+def placement(tier: Tier, rng: random.Random, ring: float) -> tuple[list[list[int]], float, float]:
+    """Hot sets that fill what the ring leaves, or less, and any half-life."""
     room = [size.hot(ring) for size in tier.slabs]
     hot: list[list[int]] = []
     for layer in tier.layers:
         count = rng.randint(0, min(room[layer.slab], layer.experts))
         room[layer.slab] -= count
         hot.append(rng.sample(range(layer.experts), count))
-    return hot, ring
+    return hot, ring, rng.choice([1.0, 2.5, 64.0])
 
 
 OPERATIONS = 20_000
