@@ -81,16 +81,20 @@ def load(folder: Path, fingerprint: str, layers: int, experts: int) -> tuple[Rou
     """
     path = profile_path(folder, fingerprint)
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        return read(folder, fingerprint, layers, experts), ""
     except FileNotFoundError:
         return RoutingCounts(layers, experts), ""
-    try:
-        return _counts(data, fingerprint, layers, experts), ""
     except DamagedError as error:
         aside = path.with_suffix(".damaged")
         path.replace(aside)
         return RoutingCounts(layers, experts), f"{path}: {error}; set aside as {aside.name}, counting begins anew"
+
+
+def read(folder: Path, fingerprint: str, layers: int, experts: int) -> RoutingCounts:
+    """The counts of a model's profile, which stays as it is. FileNotFoundError, OSError or DamagedError."""
+    with profile_path(folder, fingerprint).open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    return _counts(data, fingerprint, layers, experts)
 
 
 @contextlib.contextmanager

@@ -67,11 +67,7 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         Tokenizer.from_metadata(model.metadata).prepare()
     layout = ArenaLayout.of(program, model)
     needs = host_needs(program, layout, settings)
-    if limits is None:
-        if settings.memory.huge_pages == "auto" and pool_bytes() >= layout.total_bytes:
-            held = max(held, layout.total_bytes)
-        limits = host_limits(settings.memory.host_gib, held)
-    fit = tightest(needs, limits)
+    fit = tightest(needs, limits_here(settings, layout, held) if limits is None else limits)
     if fit.missing:
         raise _too_large(fit, model.where)
     return Plan(
@@ -110,6 +106,13 @@ def host_needs(program: Program, layout: ArenaLayout, settings: Settings) -> Nee
     )
 
 
+def limits_here(settings: Settings, layout: ArenaLayout, held: int = 0) -> list[Limit]:
+    """What `settings` and this machine allow an arena of `layout`; a pool of huge pages with room for it is free."""
+    if settings.memory.huge_pages == "auto" and pool_bytes() >= layout.total_bytes:
+        held = max(held, layout.total_bytes)
+    return host_limits(settings.memory.host_gib, held)
+
+
 def arena_name(model: ModelFile, layout: ArenaLayout) -> str:
     """The same for the same files (headers and identities) in the same layout, and only for those."""
     made_of = (VERSION, layout.total_bytes, model.fingerprint, [(str(s.path), s.identity) for s in model.shards])
@@ -118,10 +121,15 @@ def arena_name(model: ModelFile, layout: ArenaLayout) -> str:
 
 def state_bytes(program: Program, settings: Settings) -> int:
     """KV pages and recurrent state of `limits.sequences` sequences of `limits.context` positions."""
+    return sum(kv_and_state(program, settings))
+
+
+def kv_and_state(program: Program, settings: Settings) -> tuple[int, int]:
+    """The bytes of KV pages and those of recurrent state, of `limits.sequences` sequences of `limits.context`."""
     layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
     context = min(settings.limits.context, program.context)
     pages = sum(group.page_bytes * group.pages_for(context, STEP_ROWS) for group in layout.groups)
-    return settings.limits.sequences * (pages + layout.record_bytes)
+    return settings.limits.sequences * pages, settings.limits.sequences * layout.record_bytes
 
 
 def _too_large(fit: Fit, where: str) -> BudgetError:
