@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sparkd.errors import UnavailableError
 
 
 class RowKind(Enum):
@@ -43,15 +46,64 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`logits` float32 [len(logits_rows), vocab]; `experts` int16 [expert layers, rows, top_k], best first."""
+    """What a step gives.
+
+    `logits` float32 [len(logits_rows), vocab]; `experts` int16 [expert layers, rows, top_k], best first; `waited` int32
+    [rows]: of all experts that a row went to, how many were not in memory when the step came to them.
+    """
 
     logits: NDArray[np.float32]
     experts: NDArray[np.int16]
+    waited: NDArray[np.int32]
+
+
+class RecordRefused(UnavailableError):
+    """The record of an expert that a step needs cannot be had.
+
+    The step is over, and the state of all its sequences has advanced by an unknown part of it: none of them may be
+    continued from there. `rows` are those that the expert was chosen for: the others need not meet it again.
+    """
+
+    def __init__(self, layer: int, expert: int, reason: str, rows: Sequence[int] = ()) -> None:
+        self.layer = layer
+        self.expert = expert
+        self.reason = reason
+        self.rows = tuple(rows)
+        super().__init__(f"expert {expert} of expert layer {layer} cannot be had: {reason}")
+
+
+class Stager(Protocol):
+    """Brings records that are not in memory to a step that waits for them.
+
+    Of a step: `begin`; then, for each expert layer that misses records, `request` and `arrivals` to its end. A step
+    that fails stops in the middle of that, and `begin` follows.
+    """
+
+    def begin(self) -> NDArray[np.uint64] | None:
+        """Addresses that hold until the end of the step, uint64 [expert layers, most experts]; 0: not in memory.
+
+        None: those of the step before still hold.
+        """
+        ...
+
+    def request(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> None:
+        """Have these experts of a layer brought, without waiting: those that decode rows chose, and the others."""
+        ...
+
+    def arrivals(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """What was requested, part by part, as it comes: experts and the addresses of their records.
+
+        A part's records may be read until the next part is asked for. RecordRefused when one cannot be had.
+        """
+        ...
 
 
 class Executor(Protocol):
     """Runs steps of one program on one set of weights and one state pool."""
 
     def step(self, batch: Batch) -> StepResult:
-        """Run all rows; state of the batch's sequences advances. Raises before any state changes, or not at all."""
+        """Run all rows; state of the batch's sequences advances.
+
+        Any error but RecordRefused is raised before any state changes.
+        """
         ...

@@ -1,5 +1,8 @@
 """The native executor: lowers a program to a plan of the C++ kernels and runs one call per step.
 
+Where records may be absent, a stager is given. A step then pauses in each experts operation that misses some: the plan
+computes the experts that are there while the others are brought, each part of those when it has come, and goes on.
+
 Weights stay where they are: the plan holds addresses. State stays in the memory handed in; a step zeroes the recurrent
 record of every segment that starts at position 0, so a fresh slot needs no preparation.
 """
@@ -14,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparkd.errors import UnsupportedError
-from sparkd.executors.base import Batch, Segment, StepResult
+from sparkd.executors.base import Batch, RecordRefused, RowKind, Segment, Stager, StepResult
 from sparkd.executors.check import check_batch, check_experts
 from sparkd.executors.weights import Piece, Weights
 from sparkd.gguf.formats import Arithmetic, Format
@@ -59,8 +62,10 @@ class NativeExecutor:
         max_rows: int,
         threads: int,
         isa: str = "auto",
+        stager: Stager | None = None,
         keep: Collection[ops.Value] = (),
     ) -> None:
+        """With a stager the addresses of records are the stager's; else `weights` has all of them."""
         module = native(isa)
         values = plan_values(program, keep)
         self._program = program
@@ -68,6 +73,7 @@ class NativeExecutor:
         self._memory = memory
         self._weights = weights
         self._max_rows = max_rows
+        self._stager = stager
         self._plan: Any = module.Plan(max_rows, threads, values.width)
         for layer in program.expert_layers:
             self._plan.expert_layer(layer.experts)
@@ -87,14 +93,17 @@ class NativeExecutor:
         self._rows = 0
         self._top_k = _common_top_k(program)
         self._experts = tuple(layer.experts for layer in program.expert_layers)
-        self.publish(weights.records())
+        if stager is None:
+            self.publish(weights.records())
 
     def publish(self, records: Sequence[NDArray[np.uint64]]) -> None:
         """Take new addresses of all expert records, between steps."""
+        table = np.zeros((len(self._experts), max(self._experts, default=0)), np.uint64)
         for layer, addresses in enumerate(records):
             if addresses.shape != (self._experts[layer],) or not addresses.all():
                 raise ValueError(f"expert layer {layer} needs {self._experts[layer]} addresses of records")
-            self._plan.publish(layer, np.ascontiguousarray(addresses))
+            table[layer, : len(addresses)] = addresses
+        self._plan.publish(table)
 
     def step(self, batch: Batch) -> StepResult:
         """Run all rows. RequestError and ValueError (see `check_batch`) are raised before anything is touched."""
@@ -102,18 +111,33 @@ class NativeExecutor:
         check_batch(batch, self._program, self._layout, pages, len(self._memory.records), self._max_rows)
         self._rows = len(batch.tokens)
         segments, tables = _flatten(batch.segments)
+        # The plan uses all of these until the step has ended.
+        tokens = np.ascontiguousarray(batch.tokens, np.int32)
+        logits_rows = np.ascontiguousarray(batch.logits_rows, np.int32)
         logits = np.empty((len(batch.logits_rows), self._program.vocab), np.float32)
         experts = np.empty((len(self._experts), self._rows, self._top_k), np.int16)
-        self._plan.step(
-            np.ascontiguousarray(batch.tokens, np.int32),
-            segments,
-            tables,
-            np.ascontiguousarray(batch.logits_rows, np.int32),
-            logits,
-            experts,
-        )
+        waited = np.empty(self._rows, np.int32)
+        if self._stager is not None and (addresses := self._stager.begin()) is not None:
+            self._plan.publish(addresses)
+        pause = self._plan.step(tokens, segments, tables, logits_rows, logits, experts, waited)
+        while pause is not None:
+            self._bring(*pause)
+            pause = self._plan.resume()
         check_experts(experts, self._experts)
-        return StepResult(logits, experts)
+        return StepResult(logits, experts, waited)
+
+    def _bring(self, layer: int, decode: list[int], prefill: list[int]) -> None:
+        """Have the experts of a paused step computed: those that are there while the absent ones come, then those."""
+        if self._stager is None:
+            raise RuntimeError(f"experts {decode + prefill} of expert layer {layer} have no address")
+        self._stager.request(layer, decode, prefill)
+        self._plan.compute([], [])
+        try:
+            for arrived, addresses in self._stager.arrivals():
+                self._plan.compute(arrived, addresses)
+        except RecordRefused as error:
+            rows = self._plan.waiting_rows(error.expert)
+            raise RecordRefused(error.layer, error.expert, error.reason, rows) from None
 
     def trace(self, value: ops.Value) -> NDArray[np.float32]:
         """A kept value of the last step, float32 [rows, width]."""
@@ -136,12 +160,12 @@ def _common_top_k(program: Program) -> int:
 
 
 def _flatten(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Rows (length, start, state slot, index of the first entry of each page table), and all page tables in a row."""
+    """Rows (length, start, state slot, whether decode, first entry of each page table); all page tables in a row."""
     rows = []
     tables: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
     entries = 0
     for segment in segments:
-        row = [segment.length, segment.start, segment.state]
+        row = [segment.length, segment.start, segment.state, segment.kind is RowKind.DECODE]
         for table in segment.pages:
             row.append(entries)
             tables.append(table)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from sparkd.graph.state import StateLayout
 from sparkd.models import build_program
 from sparkd.worker.state import Holding, PoolSize, StatePool
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 
 class FileWeights:
     """The weights of a file in memory of our own: core tensors as they are, records put together expert by expert."""
@@ -28,10 +32,11 @@ class FileWeights:
         self._model = model
         self._files = [np.fromfile(shard.path, np.uint8) for shard in model.shards]
         self._program = program
-        self._records = []
+        #: Of each expert layer uint8 [experts, bytes of a record].
+        self.arrays: list[NDArray[np.uint8]] = []
         for layer in program.expert_layers:
             slices = [np.stack([self._rows(w, e) for e in range(layer.experts)]) for w in self._matrices(layer)]
-            self._records.append(np.concatenate(slices, axis=1))
+            self.arrays.append(np.concatenate(slices, axis=1))
 
     @staticmethod
     def _matrices(layer) -> tuple[Weight, Weight, Weight]:
@@ -55,7 +60,7 @@ class FileWeights:
         return tuple(pieces)
 
     def records(self) -> list[NDArray[np.uint64]]:
-        return [r.ctypes.data + np.arange(len(r), dtype=np.uint64) * np.uint64(r.shape[1]) for r in self._records]
+        return [r.ctypes.data + np.arange(len(r), dtype=np.uint64) * np.uint64(r.shape[1]) for r in self.arrays]
 
 
 @dataclass(eq=False)
@@ -91,10 +96,12 @@ class Machine:
         threads: int = 1,
         isa: str = "auto",
         sequences: int = 4,
+        stager: Any = None,
         keep: Collection[Value] = (),
     ) -> None:
         layout = StateLayout.of(loaded.program, kv_bytes)
         size = PoolSize.worst_case(layout, sequences, self.POSITIONS, max_rows)
+        self._stager = stager
         self._pool = StatePool(layout, size, max_rows)
         # Nothing may depend on what was in the memory before.
         memory = StateMemory.allocate(layout, size.pages, size.records)
@@ -108,6 +115,7 @@ class Machine:
             max_rows=max_rows,
             threads=threads,
             isa=isa,
+            stager=stager,
             keep=keep,
         )
 
@@ -130,7 +138,10 @@ class Machine:
             tokens.extend(ids)
             wanted.append(range(first, len(tokens)))
         rows = np.array([row for part in wanted for row in part], np.int32)
-        result = self.executor.step(Batch(np.array(tokens, np.int32), tuple(segments), rows))
+        batch = Batch(np.array(tokens, np.int32), tuple(segments), rows)
+        result = self.executor.step(batch)
+        if self._stager is not None:
+            self._stager.check(batch, result)
         at = row = 0
         for (run, ids), part in zip(parts, wanted, strict=True):
             run.logits.append(result.logits[at : at + len(part)])

@@ -54,7 +54,8 @@ class FakeExecutor:
                     logits.append(self.logits(ids))
                 row += 1
         experts = np.zeros((1, len(batch.tokens), 2), np.int16)
-        return StepResult(np.array(logits, np.float32).reshape(-1, VOCAB), experts)
+        waited = np.zeros(len(batch.tokens), np.int32)
+        return StepResult(np.array(logits, np.float32).reshape(-1, VOCAB), experts, waited)
 
     def logits(self, ids: list[int]) -> np.ndarray:
         row = np.zeros(VOCAB, np.float32)

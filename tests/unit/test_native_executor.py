@@ -178,6 +178,57 @@ def test_records_may_move_between_steps() -> None:
         made.executor.publish([made.weights.records()[0], np.zeros(6, np.uint64)])
 
 
+class Brings:
+    """Has the addresses of some records; gives the answers of `parts` to whatever is requested."""
+
+    def __init__(self, weights: MadeWeights, absent: dict[int, list[int]], parts=None) -> None:
+        self.addresses = np.array(weights.records())
+        self.parts = parts
+        self.begun = self.addresses.copy()
+        for layer, experts in absent.items():
+            self.begun[layer, experts] = 0
+
+    def begin(self):
+        return self.begun
+
+    def request(self, layer, decode, prefill):
+        self.layer, self.asked = layer, [*decode, *prefill]
+
+    def arrivals(self):
+        for part in [self.asked] if self.parts is None else self.parts:
+            yield part, self.addresses[self.layer, part].tolist()
+
+
+def test_a_step_waits_for_records_that_have_no_address() -> None:
+    weights = MadeWeights(PROGRAM)
+    expected = Made(weights).step()
+    stager = Brings(weights, {0: [1, 2], 1: [0, 1, 2, 3, 4, 5]})
+    result = Made(weights, stager=stager).step()
+    assert result.logits.tobytes() == expected.logits.tobytes()
+    assert result.experts.tobytes() == expected.experts.tobytes()
+    first = np.isin(expected.experts[0], [1, 2]).sum(-1)
+    assert expected.waited.tolist() == [0] * len(TOKENS)
+    assert result.waited.tolist() == (first + TOP_K).tolist()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[0, 1, 2]], "still awaited"),
+        ([[0, 1], [1, 2]], "not awaited"),
+        ([[0, 1, 2, 3, 4, 5], [6 - 7]], "not awaited"),
+    ],
+)
+def test_parts_that_are_not_what_a_step_waits_for_are_refused_and_the_plan_stays_usable(parts, message: str) -> None:
+    weights = MadeWeights(PROGRAM)
+    stager = Brings(weights, {0: [0, 1, 2, 3, 4, 5]}, parts)
+    made = Made(weights, stager=stager)
+    with pytest.raises(ValueError, match=message):
+        made.step()
+    stager.parts = None
+    assert made.step().logits.tobytes() == Made(weights).step().logits.tobytes()
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensor", ["embedding", "router0", "router1", "bias", "k", "alpha"])
 def test_values_that_are_not_finite_still_choose_different_experts(tensor: str, poison: float) -> None:

@@ -2,8 +2,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -37,28 +39,62 @@ void set_state(Plan& plan, const std::vector<uint64_t>& pages, std::vector<int64
     state.half = kv_bytes == 2;
 }
 
-void publish(Plan& plan, size_t layer, Array<const uint64_t, 1> addresses) {
-    std::vector<uint64_t>& records = plan.step().records.at(layer);
-    if (addresses.size() != records.size()) throw nb::value_error("one address per expert of the layer");
-    records.assign(addresses.data(), addresses.data() + addresses.size());
+// Row l holds the addresses of the experts of layer l; what follows them is not looked at.
+void publish(Plan& plan, Array<const uint64_t, 2> addresses) {
+    std::vector<std::vector<uint64_t>>& layers = plan.step().records;
+    if (addresses.shape(0) != layers.size()) throw nb::value_error("one row of addresses per expert layer");
+    for (size_t layer = 0; layer < layers.size(); ++layer) {
+        if (layers[layer].size() > addresses.shape(1)) throw nb::value_error("one address per expert of a layer");
+        std::copy_n(addresses.data() + layer * addresses.shape(1), layers[layer].size(), layers[layer].data());
+    }
 }
 
-// Segments are rows of (length, start, slot, and per page group the index of its first entry in `tables`).
-void run_step(Plan& plan, Integers tokens, Array<const int64_t, 2> segments, Integers tables, Integers logits_rows,
-              Array<float, 2> logits, Array<int16_t, 3> experts) {
+// Where a step waits: the expert layer, and the experts that are absent, those that decode rows chose and the others.
+using Pause = std::tuple<size_t, std::vector<int32_t>, std::vector<int32_t>>;
+
+std::optional<Pause> pause(Plan& plan) {
+    const Step& step = plan.step();
+    if (step.paused == nullptr) return std::nullopt;
+    Pause result = {step.paused->layer(), {}, {}};
+    for (int32_t expert : step.paused->absent())
+        (step.paused->decode(step, expert) ? std::get<1>(result) : std::get<2>(result)).push_back(expert);
+    return result;
+}
+
+// Segments are rows of (length, start, slot, whether decode, and per page group the index of its first entry in
+// `tables`). All arrays are used until the step has ended.
+std::optional<Pause> run_step(Plan& plan, Integers tokens, Array<const int64_t, 2> segments, Integers tables,
+                              Integers logits_rows, Array<float, 2> logits, Array<int16_t, 3> experts,
+                              Array<int32_t, 1> waited) {
     Plan::Rows rows = {tokens.data(), static_cast<int64_t>(tokens.size()), {}, logits_rows.data(),
                        static_cast<int64_t>(logits_rows.size())};
     const size_t fields = segments.shape(1);
     int64_t row = 0;
     for (size_t i = 0; i < segments.shape(0); ++i) {
         const int64_t* field = segments.data() + i * fields;
-        Segment segment = {row, field[0], field[1], field[2], {}};
-        for (size_t group = 3; group < fields; ++group) segment.pages.push_back(tables.data() + field[group]);
+        Segment segment = {row, field[0], field[1], field[2], field[3] != 0, {}};
+        for (size_t group = 4; group < fields; ++group) segment.pages.push_back(tables.data() + field[group]);
         row += segment.length;
         rows.segments.push_back(std::move(segment));
     }
+    {
+        nb::gil_scoped_release unlocked;
+        plan.run(std::move(rows), logits.data(), experts.data(), waited.data());
+    }
+    return pause(plan);
+}
+
+void compute(Plan& plan, const std::vector<int32_t>& experts, const std::vector<uint64_t>& addresses) {
     nb::gil_scoped_release unlocked;
-    plan.run(std::move(rows), logits.data(), experts.data());
+    plan.compute(experts, addresses);
+}
+
+std::optional<Pause> resume(Plan& plan) {
+    {
+        nb::gil_scoped_release unlocked;
+        plan.resume();
+    }
+    return pause(plan);
 }
 
 void trace(Plan& plan, Value value, Array<float, 2> out) {
@@ -133,5 +169,8 @@ void bind_plan(nb::module_& module) {
     plan.def("state", set_state);
     plan.def("publish", publish);
     plan.def("step", run_step);
+    plan.def("compute", compute);
+    plan.def("resume", resume);
+    plan.def("waiting_rows", [](Plan& p, int32_t expert) { return p.paused().rows_of(p.step(), expert); });
     plan.def("trace", trace);
 }

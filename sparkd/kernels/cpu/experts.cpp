@@ -94,18 +94,16 @@ Experts::Experts(Step& step, Value x, size_t choice, Value out, size_t layer, co
     for (auto* targets : {&gates_, &ups_, &downs_}) targets->resize(static_cast<size_t>(pairs));
     pairs_.resize(static_cast<size_t>(pairs));
     first_.resize(experts + 1);
-    chosen_.reserve(experts);
+    awaited_.resize(experts);
+    absent_.reserve(experts);
+    parts_.reserve(experts);
 }
 
 void Experts::group(const Choice& choice, int64_t rows) {
     const int64_t pairs = rows * choice.top_k;
     std::fill(first_.begin(), first_.end(), 0);
     for (int64_t i = 0; i < pairs; ++i) ++first_[static_cast<size_t>(choice.ids[static_cast<size_t>(i)]) + 1];
-    chosen_.clear();
-    for (size_t e = 0; e + 1 < first_.size(); ++e) {
-        if (first_[e + 1] > 0) chosen_.push_back(static_cast<int32_t>(e));
-        first_[e + 1] += first_[e];
-    }
+    for (size_t e = 0; e + 1 < first_.size(); ++e) first_[e + 1] += first_[e];
     for (int64_t i = 0; i < pairs; ++i) {
         int32_t& next = first_[static_cast<size_t>(choice.ids[static_cast<size_t>(i)])];
         pairs_[static_cast<size_t>(next++)] = static_cast<int32_t>(i);
@@ -116,30 +114,93 @@ void Experts::group(const Choice& choice, int64_t rows) {
 }
 
 void Experts::run(Step& step) {
-    const Choice& choice = step.choices[choice_];
     const std::vector<uint64_t>& records = step.records[layer_];
-    const int top_k = choice.top_k;
-    group(choice, step.rows);
+    group(step.choices[choice_], step.rows);
+    absent_.clear();
+    parts_.clear();
+    for (size_t e = 0; e < records.size(); ++e) {
+        if (first_[e] == first_[e + 1]) continue;
+        if (records[e] != 0)
+            parts_.push_back({records[e], first_[e], first_[e + 1]});
+        else
+            absent_.push_back(static_cast<int32_t>(e));
+    }
+    if (absent_.empty()) {
+        compute_parts(step);
+        sum(step);
+        return;
+    }
+    step.paused = this;
+    std::fill(awaited_.begin(), awaited_.end(), uint8_t{0});
+    for (const int32_t expert : absent_) {
+        awaited_[static_cast<size_t>(expert)] = 1;
+        for_rows_of(step, expert, [&](int64_t row) { ++step.waited[static_cast<size_t>(row)]; });
+    }
+}
 
+bool Experts::decode(const Step& step, int32_t expert) const {
+    bool any = false;
+    for_rows_of(step, expert, [&](int64_t row) { any = any || step.segment_of[static_cast<size_t>(row)]->decode; });
+    return any;
+}
+
+std::vector<int32_t> Experts::rows_of(const Step& step, int32_t expert) const {
+    if (static_cast<size_t>(expert) >= awaited_.size()) throw std::invalid_argument("experts: no such expert");
+    std::vector<int32_t> rows;
+    for_rows_of(step, expert, [&](int64_t row) { rows.push_back(static_cast<int32_t>(row)); });
+    return rows;
+}
+
+void Experts::compute(Step& step, const std::vector<int32_t>& experts, const std::vector<uint64_t>& addresses) {
+    if (experts.size() != addresses.size()) throw std::invalid_argument("one address per expert");
+    compute_parts(step);
+    for (size_t i = 0; i < experts.size(); ++i) {
+        const auto e = static_cast<size_t>(experts[i]);
+        if (e >= awaited_.size() || !awaited_[e] || addresses[i] == 0)
+            throw std::invalid_argument("experts: a record that is not awaited, or has no address");
+        awaited_[e] = 0;
+        parts_.push_back({addresses[i], first_[e], first_[e + 1]});
+    }
+    compute_parts(step);
+}
+
+void Experts::resume(Step& step) {
+    compute_parts(step);
+    if (std::count(awaited_.begin(), awaited_.end(), 1) != 0)
+        throw std::invalid_argument("experts: records are still awaited");
+    step.paused = nullptr;
+    sum(step);
+}
+
+void Experts::compute_parts(Step& step) {
+    if (parts_.empty()) return;
+    const Choice& choice = step.choices[choice_];
+    const int top_k = choice.top_k;
     float* inner = step.work.inner.data();
     float* up = step.work.up.data();
     float* ranked = step.work.ranked.data();
-    for (size_t i = 0; i < static_cast<size_t>(step.rows * top_k); ++i) {
-        const int64_t pair = pairs_[i];
-        gates_[i] = {pair / top_k, inner + pair * gate_.rows};
-        ups_[i] = {pair / top_k, up + pair * gate_.rows};
-        downs_[i] = {pair, ranked + pair * down_.rows};
+    // Inner rows lie in the order of the parts; results where the sum looks for them.
+    size_t count = 0;
+    for (Part& part : parts_) {
+        const auto first = static_cast<size_t>(part.first), end = static_cast<size_t>(part.end);
+        part.first = static_cast<int32_t>(count);
+        for (size_t i = first; i < end; ++i, ++count) {
+            const int64_t pair = pairs_[i], place = static_cast<int64_t>(count);
+            gates_[count] = {pair / top_k, inner + place * gate_.rows};
+            ups_[count] = {pair / top_k, up + place * gate_.rows};
+            downs_[count] = {place, ranked + pair * down_.rows};
+        }
+        part.end = static_cast<int32_t>(count);
     }
-    // Calls body(record, first pair, pairs, first weight row, weight row after the last, memory) for all weight rows of
-    // every chosen expert.
+    // Calls body(record, first target, targets, first weight row, weight row after the last, memory) for all weight
+    // rows of every part.
     const auto for_weight_rows = [&](int64_t rows, const auto& body) {
-        const int64_t parts = (rows + kGrain - 1) / kGrain;
-        step.pool.run(static_cast<int64_t>(chosen_.size()) * parts, 1, [&](int64_t begin, int64_t end, int thread) {
+        const int64_t grains = (rows + kGrain - 1) / kGrain;
+        step.pool.run(static_cast<int64_t>(parts_.size()) * grains, 1, [&](int64_t begin, int64_t end, int thread) {
             for (int64_t i = begin; i < end; ++i) {
-                const auto expert = static_cast<size_t>(chosen_[static_cast<size_t>(i / parts)]);
-                const int64_t first = i % parts * kGrain;
-                const auto pair = static_cast<size_t>(first_[expert]);
-                body(records[expert], pair, static_cast<size_t>(first_[expert + 1]) - pair, first,
+                const Part& part = parts_[static_cast<size_t>(i / grains)];
+                const int64_t first = i % grains * kGrain;
+                body(part.record, static_cast<size_t>(part.first), static_cast<size_t>(part.end - part.first), first,
                      std::min(first + kGrain, rows), step.scratch[static_cast<size_t>(thread)].products);
             }
         });
@@ -147,24 +208,29 @@ void Experts::run(Step& step) {
 
     const Activations& gate_x = step.activations(x_, gate_.format->cls);
     const Activations& up_x = step.activations(x_, up_.format->cls);
-    for_weight_rows(gate_.rows, [&](uint64_t record, size_t pair, size_t pairs, int64_t begin, int64_t end,
+    for_weight_rows(gate_.rows, [&](uint64_t record, size_t target, size_t targets, int64_t begin, int64_t end,
                                     ProductMemory& memory) {
-        multiply(gate_.in(record), begin, end, gate_x, &gates_[pair], static_cast<int64_t>(pairs), memory);
-        multiply(up_.in(record), begin, end, up_x, &ups_[pair], static_cast<int64_t>(pairs), memory);
-        for (size_t i = pair; i < pair + pairs; ++i)
+        multiply(gate_.in(record), begin, end, gate_x, &gates_[target], static_cast<int64_t>(targets), memory);
+        multiply(up_.in(record), begin, end, up_x, &ups_[target], static_cast<int64_t>(targets), memory);
+        for (size_t i = target; i < target + targets; ++i)
             for (int64_t o = begin; o < end; ++o) gates_[i].out[o] = silu(gates_[i].out[o]) * ups_[i].out[o];
     });
 
-    step.work.hidden.take(inner, step.rows * top_k, down_.columns);
+    step.work.hidden.take(inner, static_cast<int64_t>(count), down_.columns);
     const Activations& hidden = step.work.hidden.get(step.pool, down_.format->cls);
-    for_weight_rows(down_.rows, [&](uint64_t record, size_t pair, size_t pairs, int64_t begin, int64_t end,
+    for_weight_rows(down_.rows, [&](uint64_t record, size_t target, size_t targets, int64_t begin, int64_t end,
                                     ProductMemory& memory) {
-        multiply(down_.in(record), begin, end, hidden, &downs_[pair], static_cast<int64_t>(pairs), memory);
+        multiply(down_.in(record), begin, end, hidden, &downs_[target], static_cast<int64_t>(targets), memory);
     });
+    parts_.clear();
+}
 
+void Experts::sum(Step& step) {
+    const Choice& choice = step.choices[choice_];
+    const int top_k = choice.top_k;
     step.for_rows(top_k * down_.rows, [&](int64_t row, int) {
         const float* weights = choice.weights.data() + row * top_k;
-        const float* y = ranked + row * top_k * down_.rows;
+        const float* y = step.work.ranked.data() + row * top_k * down_.rows;
         float* out = step.row_of(out_, row);
         for (int64_t i = 0; i < down_.rows; ++i) out[i] = weights[0] * y[i];
         for (int rank = 1; rank < top_k; ++rank)

@@ -22,6 +22,9 @@ class Route : public Operation {
     float scale_;
 };
 
+// Where a chosen record has no address (it is 0), `run` computes nothing and leaves itself in `Step::paused`. Whoever
+// runs the plan then has the rest computed in any order, since the result of each (row, rank) pair has a place of its
+// own, and resumes.
 class Experts : public Operation {
   public:
     // `gate`, `up`, `down` are pieces: their addresses are offsets in the records of `layer`.
@@ -29,19 +32,52 @@ class Experts : public Operation {
             const Weight& down);
     void run(Step& step) override;
 
+    // --- while paused. What is refused is a std::invalid_argument.
+
+    size_t layer() const { return layer_; }
+    // Chosen experts whose record has no address.
+    const std::vector<int32_t>& absent() const { return absent_; }
+    // Whether a decode row chose this expert.
+    bool decode(const Step& step, int32_t expert) const;
+    // The rows that chose this expert.
+    std::vector<int32_t> rows_of(const Step& step, int32_t expert) const;
+    // Computes the chosen experts that have an address, at the first call, and these absent ones, whose records lie at
+    // `addresses` until this returns. Each absent expert is given once.
+    void compute(Step& step, const std::vector<int32_t>& experts, const std::vector<uint64_t>& addresses);
+    // Ends operation and pause: every absent expert has been given.
+    void resume(Step& step);
+
   private:
+    // Pairs of one expert to be computed: indices of `pairs_`, and of the targets while they are.
+    struct Part {
+        uint64_t record;
+        int32_t first, end;
+    };
+
     // Sorts the (row, rank) pairs of a step by expert.
     void group(const Choice& choice, int64_t rows);
+    template <class Body>
+    void for_rows_of(const Step& step, int32_t expert, const Body& body) const {
+        const auto e = static_cast<size_t>(expert);
+        for (int32_t i = first_[e]; i < first_[e + 1]; ++i)
+            body(pairs_[static_cast<size_t>(i)] / step.choices[choice_].top_k);
+    }
+    // Computes `parts_` and empties it.
+    void compute_parts(Step& step);
+    // Results of the pairs, weighted, in the order of rank.
+    void sum(Step& step);
 
     Value x_;
     size_t choice_;
     Value out_;
     size_t layer_;
     Weight gate_, up_, down_;
-    std::vector<int32_t> pairs_;   // row * top_k + rank, expert by expert
-    std::vector<Target> gates_, ups_, downs_;  // of the pairs in that order
-    std::vector<int32_t> first_;   // per expert: its first pair; one more at the end
-    std::vector<int32_t> chosen_;  // experts that have pairs
+    std::vector<int32_t> pairs_;               // row * top_k + rank, expert by expert
+    std::vector<int32_t> first_;               // per expert: its first pair; one more at the end
+    std::vector<Part> parts_;                  // what is to be computed next
+    std::vector<Target> gates_, ups_, downs_;  // of the pairs of `parts_`
+    std::vector<int32_t> absent_;
+    std::vector<uint8_t> awaited_;             // per expert: absent, and not given yet
 };
 
 }  // namespace spark

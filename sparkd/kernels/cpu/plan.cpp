@@ -14,6 +14,7 @@ Plan::Plan(int64_t max_rows, int threads, int64_t width) : step_(max_rows, threa
     step_.arena.resize(static_cast<size_t>(max_rows * width));
     step_.segment_of.resize(static_cast<size_t>(max_rows));
     step_.position.resize(static_cast<size_t>(max_rows));
+    step_.waited.resize(static_cast<size_t>(max_rows));
 }
 
 size_t Plan::add_rope_table(std::vector<double> inv_freq, double magnitude) {
@@ -41,6 +42,8 @@ void Plan::take(Rows rows, float* logits) {
     step_.logits_count = rows.logits_count;
     step_.logits = logits;
     step_.taken = -1;
+    step_.paused = nullptr;
+    std::fill(step_.waited.begin(), step_.waited.end(), 0);
     for (const Segment& segment : step_.segments) {
         for (int64_t i = 0; i < segment.length; ++i) {
             step_.segment_of[static_cast<size_t>(segment.row + i)] = &segment;
@@ -58,15 +61,43 @@ void Plan::take(Rows rows, float* logits) {
         });
 }
 
-void Plan::run(Rows rows, float* logits, int16_t* experts) {
+void Plan::run(Rows rows, float* logits, int16_t* experts, int32_t* waited) {
     const FloatEnvironment environment;
     take(std::move(rows), logits);
-    for (const std::unique_ptr<Operation>& operation : operations_) operation->run(step_);
+    experts_ = experts;
+    waited_ = waited;
+    next_ = 0;
+    go_on();
+}
+
+void Plan::compute(const std::vector<int32_t>& experts, const std::vector<uint64_t>& addresses) {
+    const FloatEnvironment environment;
+    paused().compute(step_, experts, addresses);
+}
+
+void Plan::resume() {
+    const FloatEnvironment environment;
+    paused().resume(step_);
+    go_on();
+}
+
+Experts& Plan::paused() {
+    if (step_.paused == nullptr) throw std::logic_error("no step is paused");
+    return *step_.paused;
+}
+
+void Plan::go_on() {
+    while (next_ < operations_.size()) {
+        operations_[next_++]->run(step_);
+        if (step_.paused != nullptr) return;
+    }
+    int16_t* experts = experts_;
     for (const Choice& choice : step_.choices) {
         const int32_t* ids = choice.ids.data();
         experts = std::transform(ids, ids + step_.rows * choice.top_k, experts,
                                  [](int32_t id) { return static_cast<int16_t>(id); });
     }
+    std::copy_n(step_.waited.data(), step_.rows, waited_);
 }
 
 }  // namespace spark

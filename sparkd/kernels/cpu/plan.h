@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/experts.h"
 #include "cpu/step.h"
 
 namespace spark {
@@ -35,14 +36,26 @@ class Plan {
         int64_t logits_count;
     };
 
-    // Runs all operations. `logits` is [logits_count][vocab]; `experts` [routes][rows][top_k].
-    void run(Rows rows, float* logits, int16_t* experts);
+    // Runs the operations, to the end or to the next pause (`step().paused`). All memory handed in is used until the
+    // end: `logits` is [logits_count][vocab]; `experts` [routes][rows][top_k]; `waited` [rows] counts the chosen
+    // experts that had no address. A step that is never resumed is forgotten by the next.
+    void run(Rows rows, float* logits, int16_t* experts, int32_t* waited);
+
+    // --- while paused: see Experts
+
+    Experts& paused();
+    void compute(const std::vector<int32_t>& experts, const std::vector<uint64_t>& addresses);
+    void resume();
 
   private:
     void take(Rows rows, float* logits);
+    void go_on();
 
     Step step_;
     std::vector<std::unique_ptr<Operation>> operations_;
+    size_t next_ = 0;  // the operation that runs next
+    int16_t* experts_ = nullptr;
+    int32_t* waited_ = nullptr;
 };
 
 }  // namespace spark

@@ -34,6 +34,7 @@ struct Segment {
     int64_t length;
     int64_t start;
     int64_t slot;
+    bool decode;  // what its rows count as
     std::vector<const int32_t*> pages;  // per page group: logical page to physical page
 };
 
@@ -73,6 +74,8 @@ struct Workspace {
         if (static_cast<int64_t>(memory.size()) < floats) memory.resize(static_cast<size_t>(floats));
     }
 };
+
+class Experts;
 
 // One step in progress. Memory is reserved while the plan is built; running operations allocate nothing.
 class Step {
@@ -142,6 +145,8 @@ class Step {
     int64_t logits_count = 0;
     float* logits = nullptr;  // [logits_count][vocab]
     int taken = -1;           // id of the value in work.inputs
+    std::vector<int32_t> waited;  // per row: of the experts it chose, those that had no address
+    Experts* paused = nullptr;    // what the step waits in
 };
 
 // One operation of a plan with its operands bound. Constructors reserve what `run` needs.
