@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from sparkd.ipc.messages import Json
 from sparkd.ipc.sockets import RunDirectory
 from sparkd.supervisor.pulse import SILENT_S, Pulse
 
-#: Seconds before the first restart; each further crash doubles them.
+#: Seconds before the second restart (the first is made at once); each further crash doubles them.
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 #: This many crashes within this many seconds, and no request served meanwhile, are a crash loop.
@@ -166,7 +167,7 @@ class Children:
             child.condition = Condition.FAILED
         else:
             recent = sum(now - at < _LOOP_S for at in child.crashes)
-            child.restart_at = now + min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (recent - 1))
+            child.restart_at = now + (min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (recent - 2)) if recent > 1 else 0.0)
 
     def heartbeat(self, child: ChildProcess, beat: Heartbeat, now: float) -> bool:
         """Note a sign of life; true when a child that was silent is back."""
@@ -194,6 +195,12 @@ class Children:
                 child.condition = Condition.SILENT
                 child.reason = f"the {child.role} has shown no life for {SILENT_S:g} s; it is replaced if that goes on"
                 yield child
+
+    def due(self) -> float:
+        """When time alone changes something: a restart, or a silence that lasts too long. Infinity: never."""
+        restarts = [child.restart_at for child in self.all() if child.restart_at is not None]
+        relied_on = [child.pulse for child in self.running if child.condition is Condition.READY]
+        return min([*restarts, *(pulse.silent_at for pulse in relied_on if pulse is not None)], default=math.inf)
 
     def forgive(self) -> None:
         """The daemon has proved that it works: what happened before is no crash loop."""

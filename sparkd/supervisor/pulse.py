@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Seconds without a heartbeat (three are missing) after which a child that served is not relied on.
+#: Seconds without a heartbeat (three are missing) after which a child that served is not relied on. The supervisor
+#: looks at that moment: a child that stops is missed within two seconds, whatever it did last.
 SILENT_S = 1.5
 #: Seconds without a heartbeat after which a child is replaced, and how long the first one may take.
 LOST_S = 10.0
@@ -44,9 +45,14 @@ class Pulse:
         self.heard = min(now, self.heard + seconds)
         self.moved = min(now, self.moved + seconds)
 
+    @property
+    def silent_at(self) -> float:
+        """When it counts as silent unless it is heard before."""
+        return self.heard + SILENT_S
+
     def silent(self, now: float) -> bool:
         """Whether nothing should be asked of it."""
-        return now - self.heard > SILENT_S
+        return now >= self.silent_at
 
     def lost(self, now: float) -> str:
         """Why it must be replaced, as the end of a sentence; empty while it need not."""

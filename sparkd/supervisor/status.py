@@ -6,6 +6,7 @@ One round of questions serves everybody who asks meanwhile. It ends when all chi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -53,6 +54,15 @@ class Rounds:
         """A child has answered."""
         if self._round is not None and self._round.job == job:
             self._round.waiting.discard(role)
+
+    def lost(self, role: str) -> None:
+        """A child will not answer."""
+        if self._round is not None:
+            self._round.waiting.discard(role)
+
+    def due(self) -> float:
+        """When the round is over at the latest; infinity: there is none."""
+        return math.inf if self._round is None else self._round.until
 
     def finished(self, now: float) -> list[tuple[bytes, int]]:
         """The askers whose round is over."""

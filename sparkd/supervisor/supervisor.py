@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -155,7 +156,8 @@ class Supervisor:
             poller.register(source, zmq.POLLIN)
         for child in self._children.running:
             poller.register(child.pidfd, zmq.POLLIN)
-        poller.poll(int(_TICK_S * 1000))
+        seconds = min(_TICK_S, min(self._children.due(), self._rounds.due()) - time.monotonic())
+        poller.poll(max(0, math.ceil(seconds * 1000)))
         self._signals.clear()
 
     def _heed_signals(self, now: float) -> None:
@@ -280,6 +282,7 @@ class Supervisor:
             return
         for child in self._children.listen(now):
             _log.warning("%s", child.reason)
+            self._rounds.lost(child.role)
             if child.role == "worker":
                 self._door.worker_silent(child.reason)
 
@@ -300,6 +303,7 @@ class Supervisor:
                 continue
             self._hear_last_words(now)
             self._children.reap(child, now)
+            self._rounds.lost(child.role)
             if not self._stopping:
                 self._ended(child, now)
 

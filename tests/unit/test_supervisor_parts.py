@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -134,10 +135,19 @@ def test_one_round_of_questions_serves_all_who_ask_meanwhile() -> None:
     assert rounds.finished(0.3) == []
 
 
+def test_a_child_that_is_known_to_be_silent_delays_the_status_no_longer() -> None:
+    rounds = Rounds()
+    assert rounds.due() == math.inf
+    rounds.ask((b"a", 1), ["store", "worker"], now=0.0)
+    rounds.answered(1, "store")
+    rounds.lost("worker")
+    assert rounds.finished(0.1) == [(b"a", 1)]
+
+
 def test_a_child_that_does_not_answer_delays_the_status_only_so_long() -> None:
     rounds = Rounds()
     rounds.ask((b"a", 1), ["worker"], now=0.0)
-    assert rounds.finished(PATIENCE_S * 0.9) == []
+    assert rounds.finished(PATIENCE_S * 0.9) == [] and rounds.due() == PATIENCE_S
     assert rounds.finished(PATIENCE_S * 1.1) == [(b"a", 1)]
     assert rounds.ask((b"a", 2), ["worker"], now=5.0) == 2
     rounds.answered(1, "worker")
