@@ -11,13 +11,22 @@ from sparkd.residency.slots import Place, Record
 class Copy:
     """Copy the record into the slot of its slab, and call `copied` or `failed` with this command when that has ended.
 
-    `reserve`: the slot is one of the reserve; its record is never published.
+    `reserve`: the slot is one of the reserve; its record is never published. `source`: a slot of the same slab that has
+    the record's bytes, until the copy has ended; None: they are in the next tier alone.
     """
 
     record: Record
     slab: int
     place: Place
     reserve: bool
+    source: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """A part of a step waits for the copy, which began for something that nobody waits for."""
+
+    copy: Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +69,4 @@ class Refuse:
     reason: str
 
 
-Command = Copy | Cancel | Publish | Retract | Grant | Refuse
+Command = Copy | Hurry | Cancel | Publish | Retract | Grant | Refuse

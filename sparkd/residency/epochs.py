@@ -73,6 +73,11 @@ class Epochs:
             self._leased.slots = []
         return safe
 
+    @property
+    def pending(self) -> bool:
+        """Whether slots wait."""
+        return bool(self._retired or self._drains or self._leased.slots)
+
     def attach(self, worker: int) -> None:
         """A worker is there, and holds no lease."""
         self._gone.discard(worker)

@@ -76,7 +76,9 @@ class Slab:
         self.full = size.holds(records)
         self.slots = [Slot(number, Place(n, 0), n >= size.ordinary) for n in range(size.slots)]
         self.free = deque(self.slots[: size.ordinary])
-        self.reserve = deque(self.slots[size.ordinary :])
+        #: Free slots of the reserve, that which was freed first in front; and those of them that still hold a record.
+        self.reserve = OrderedDict.fromkeys(self.slots[size.ordinary :])
+        self.leftovers: dict[Record, Slot] = {}
         self.ring = Ring(heats)
         self.returning = 0
         self.hot = 0
@@ -102,9 +104,29 @@ class Slab:
         """Make a slot free: nobody reads or writes it any more."""
         if slot.state in (SlotState.CANCELLING, SlotState.DRAINING) and not slot.reserve:
             self.returning -= 1
+        if slot.state is SlotState.COPIED:
+            self.leftovers[slot.owner] = slot
+        else:
+            slot.record = None
         slot.turn(SlotState.FREE)
-        slot.record = None
-        (self.reserve if slot.reserve else self.free).append(slot)
+        if slot.reserve:
+            self.reserve[slot] = None
+        else:
+            self.free.append(slot)
+
+    def take_reserve(self) -> Slot:
+        """The slot of the reserve that has been free for longest; what it still holds is given up."""
+        slot, _ = self.reserve.popitem(last=False)
+        if slot.record is not None:
+            del self.leftovers[slot.record]
+        return slot
+
+    def revive(self, record: Record) -> Slot:
+        """The free slot of the reserve that still holds `record`, in use again. KeyError when there is none."""
+        slot = self.leftovers.pop(record)
+        del self.reserve[slot]
+        slot.turn(SlotState.COPIED)
+        return slot
 
     @property
     def ring_room(self) -> int:

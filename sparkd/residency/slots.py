@@ -15,7 +15,8 @@
                    DRAINING ◄────────── retract ──────  RESIDENT
 
 The last slots of a slab are its *reserve*: for records that are wanted inside a step and have no slot of their own.
-They are read only under a lease and never become resident. All others are *ordinary*: hot set and ring live there, and
+They are read only under a lease and never become resident, but keep what they hold until they are filled again: a FREE
+one may be COPIED once more, without a copy. All others are *ordinary*: hot set and ring live there, and
 what is resident in them is read without a lease. A restarted owner adopts what is resident, and all else as DRAINING.
 """
 
@@ -56,7 +57,7 @@ class SlotState(IntEnum):
 
 
 _NEXT = (
-    (SlotState.COPYING,),
+    (SlotState.COPYING, SlotState.COPIED),
     (SlotState.COPIED, SlotState.CANCELLING, SlotState.FREE),
     (SlotState.FREE,),
     (SlotState.RESIDENT, SlotState.FREE),
@@ -67,10 +68,11 @@ _NEXT = (
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One slot. `record` is whose bytes it holds or gets; None while FREE, CANCELLING or DRAINING.
+    """One slot. `record` is whose bytes it holds or gets; None while CANCELLING or DRAINING, and where FREE is empty.
 
     The generation in `place` rises with every copy into the slot, so that a place never means two fillings. `leases`
-    are the numbers of the leases on it; `hot`: its record is, or will be, of the hot set.
+    are the numbers of the leases on it, `sources` counts the copies that read from it; `hot`: its record is, or will
+    be, of the hot set.
     """
 
     slab: int
@@ -80,6 +82,7 @@ class Slot:
     record: Record | None = None
     hot: bool = False
     leases: set[int] = field(default_factory=set)
+    sources: int = 0
 
     def turn(self, state: SlotState) -> None:
         """Change state. RuntimeError when the diagram has no such arrow."""

@@ -9,7 +9,8 @@ published, unless the copy fails or is cancelled. Prefill admits nothing and hea
 
 What a step needs and does not find is staged, part by part, under leases (`leases` draws their states). Parts wait in
 order; a part names at most as many records of a slab as its reserve has slots, and gets all it needs at once. So a part
-that waits, waits for parts that lack nothing, and a step of any size comes to its end.
+that waits, waits for parts that lack nothing, and a step of any size comes to its end. Nothing that a slot of the
+reserve still holds is fetched again: it is leased once more, or copied from there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Refuse, Retract
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
 from sparkd.residency.epochs import Epochs, Steps
 from sparkd.residency.leases import Lease, LeaseState, Use
 from sparkd.residency.placement import Placement, PlacementError
@@ -60,6 +61,9 @@ class Residency:
         self._homes: dict[Record, Slot] = {}
         self._staged: dict[Record, Slot] = {}
         self._copied: list[Slot] = []
+        #: Copies under way by their target, and the slots of the reserve that some of them read from.
+        self._copying: dict[Slot, Copy] = {}
+        self._sources: dict[Slot, Slot] = {}
         self._residents = [0] * len(layers)
         self._target: frozenset[Record] = frozenset()
         self._leases: dict[int, Lease] = {}
@@ -96,6 +100,11 @@ class Residency:
         """Records of an expert layer that one part may name; None: any number."""
         slab = self._slabs[self._layers[layer].slab]
         return None if slab.full else slab.size.reserve
+
+    @property
+    def draining(self) -> bool:
+        """Whether `observe` has something to find out."""
+        return self._epochs.pending
 
     def swaps_left(self) -> int:
         """Steps that `swap` has yet to take towards the placement."""
@@ -184,7 +193,7 @@ class Residency:
 
     def copied(self, copy: Copy) -> list[Command]:
         """A copy is complete. RuntimeError when it is not under way."""
-        slot = self._under_way(copy)
+        slot = self._ended(copy)
         if slot.state is SlotState.CANCELLING:
             self._slabs[slot.slab].empty(slot)
             return self._settle()
@@ -200,7 +209,7 @@ class Residency:
 
     def failed(self, copy: Copy, reason: str) -> list[Command]:
         """A copy ended before it was complete: whoever waits for it is refused. RuntimeError: it is not under way."""
-        slot = self._under_way(copy)
+        slot = self._ended(copy)
         slab = self._slabs[slot.slab]
         if slot.state is SlotState.COPYING:
             record = slot.owner
@@ -287,10 +296,14 @@ class Residency:
     def _fill(self, slab: Slab) -> None:
         while len(slab.ring_wants) > slab.ring_room:
             slab.ring_wants.popitem(last=False)
-        while slab.free and slab.hot_wants:
-            self._begin(slab, slab.free.popleft(), slab.hot_wants.popitem(last=False)[0]).hot = True
-        while slab.free and slab.ring_wants:
-            self._begin(slab, slab.free.popleft(), slab.ring_wants.popitem(last=False)[0])
+        for wants, hot in ((slab.hot_wants, True), (slab.ring_wants, False)):
+            while slab.free:
+                # What is on its way to the reserve is copied from there once it has arrived.
+                record = next((record for record in wants if not self._arriving(record)), None)
+                if record is None:
+                    break
+                del wants[record]
+                self._begin(slab, slab.free.popleft(), record).hot = hot
 
     def _evict(self, slab: Slab) -> None:
         for _ in range(slab.shortage):
@@ -307,35 +320,72 @@ class Residency:
     def _begin(self, slab: Slab, slot: Slot, record: Record) -> Slot:
         slab.fill(slot, record)
         (self._staged if slot.reserve else self._homes)[record] = slot
-        self._commands.append(_copy(slot))
+        source = None if slot.reserve else self._staged.get(record) or self._revive(slab, record)
+        if source is not None:
+            source.sources += 1
+            self._sources[slot] = source
+        copy = Copy(record, slot.slab, slot.place, slot.reserve, None if source is None else source.place)
+        self._copying[slot] = copy
+        self._commands.append(copy)
         return slot
+
+    def _revive(self, slab: Slab, record: Record) -> Slot | None:
+        if record not in slab.leftovers:
+            return None
+        slot = self._staged[record] = slab.revive(record)
+        return slot
+
+    def _arriving(self, record: Record) -> bool:
+        slot = self._staged.get(record)
+        return slot is not None and slot.state is SlotState.COPYING
+
+    def _holder(self, record: Record) -> Slot | None:
+        """The slot that has a record's bytes, else the one that gets them."""
+        home, staged = self._homes.get(record), self._staged.get(record)
+        if home is None or (home.state is SlotState.COPYING and staged is not None):
+            return staged
+        return home
 
     def _serve(self, lease: Lease) -> bool:
         """Give a lease slots for all its records, or none: false."""
         slots = {}
         absent = []
-        for record in lease.records:
-            slot = self._homes.get(record) or self._staged.get(record)
-            if slot is None:
-                absent.append(record)
-            else:
+        left = []
+        for record in dict.fromkeys(lease.records):
+            slot = self._holder(record)
+            if slot is not None and slot.state is not SlotState.COPYING:
                 slots[record] = slot
-        absent = list(dict.fromkeys(absent))
+            elif record in self._slab(record).leftovers:
+                left.append(record)
+            elif slot is not None:
+                slots[record] = slot
+            else:
+                absent.append(record)
         decode = lease.use is Use.DECODE
-        for slab, count in self._per_slab(absent).items():
-            if count > len(slab.reserve) + (len(slab.free) if decode or slab.full else 0):
+        revived = self._per_slab(left)
+        for slab, count in self._per_slab([*left, *absent]).items():
+            ordinary = min(len(slab.free), count - revived.get(slab, 0)) if decode or slab.full else 0
+            if count - ordinary > len(slab.reserve):
                 return False
+        for record in left:
+            slab = self._slab(record)
+            slots[record] = self._staged[record] = slab.revive(record)
+            if decode:
+                self._want(slab, record)
         for record in absent:
             slab = self._slab(record)
             if slab.free and (decode or slab.full):
                 slots[record] = self._begin(slab, slab.free.popleft(), record)
             else:
-                slots[record] = self._begin(slab, slab.reserve.popleft(), record)
+                slots[record] = self._begin(slab, slab.take_reserve(), record)
                 if decode:
                     self._want(slab, record)
         for slot in slots.values():
+            if slot.state is SlotState.COPYING:
+                lease.copying += 1
+                if not slot.reserve and not slot.leases:
+                    self._commands.append(Hurry(self._copying[slot]))
             slot.leases.add(lease.number)
-            lease.copying += slot.state is SlotState.COPYING
         lease.slots = slots
         if not lease.copying:
             self._grant(lease)
@@ -348,14 +398,18 @@ class Residency:
         """End a lease; its slots of the reserve are free unless others lease them or a copy is under way."""
         del self._leases[lease.number]
         self._waiting.pop(lease.number, None)
-        for record, slot in lease.slots.items():
+        for slot in lease.slots.values():
             slot.leases.remove(lease.number)
-            if slot.reserve and not slot.leases:
-                if slot.state is SlotState.COPYING:
-                    self._abandon(slot)
-                else:
-                    del self._staged[record]
-                    self._slabs[slot.slab].empty(slot)
+            if slot.reserve and slot.state is SlotState.COPYING and not slot.leases:
+                self._abandon(slot)
+            elif slot.reserve:
+                self._let_go(slot)
+
+    def _let_go(self, slot: Slot) -> None:
+        """A copied slot of the reserve is free once it is neither leased nor copied from."""
+        if not slot.leases and not slot.sources:
+            del self._staged[slot.owner]
+            self._slabs[slot.slab].empty(slot)
 
     def _forget(self, worker: int) -> list[Command]:
         for lease in [lease for lease in self._leases.values() if lease.worker == worker]:
@@ -367,7 +421,7 @@ class Residency:
     def _abandon(self, slot: Slot) -> None:
         """Cancel a copy; the slot is free when the copy has ended."""
         slab = self._slabs[slot.slab]
-        self._commands.append(Cancel(_copy(slot)))
+        self._commands.append(Cancel(self._copying[slot]))
         del (self._staged if slot.reserve else self._homes)[slot.owner]
         self._cool(slab, slot)
         slab.part(slot, SlotState.CANCELLING)
@@ -445,13 +499,14 @@ class Residency:
             counts[slab] = counts.get(slab, 0) + 1
         return counts
 
-    def _under_way(self, copy: Copy) -> Slot:
+    def _ended(self, copy: Copy) -> Slot:
+        """The target of a copy that is under way no more; its source is let go."""
         slot = self._slabs[copy.slab].slots[copy.place.slot]
-        moving = slot.state in (SlotState.COPYING, SlotState.CANCELLING)
-        if not moving or slot.place != copy.place:
+        if self._copying.get(slot) != copy:
             raise RuntimeError(f"{copy} is not under way: the slot is {slot.state.name}, {slot.place}")
+        del self._copying[slot]
+        source = self._sources.pop(slot, None)
+        if source is not None:
+            source.sources -= 1
+            self._let_go(source)
         return slot
-
-
-def _copy(slot: Slot) -> Copy:
-    return Copy(slot.owner, slot.slab, slot.place, slot.reserve)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Refuse, Retract
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
 from sparkd.residency.epochs import Steps
 from sparkd.residency.leases import LeaseState, Use
 from sparkd.residency.placement import Placement
@@ -60,6 +60,8 @@ class Tier:
         self.content: dict[Key, tuple[Record, int] | None] = {}
         self.generation: dict[Key, int] = {}
         self.words: dict[Record, Place] = {}
+        #: Records that slots of the reserve hold as a whole, leased or not.
+        self.whole: dict[Key, Record] = {}
         self.copies: list[Copy] = []
         self.cancelled: set[Copy] = set()
         #: Admitted records whose copy has begun, and that are neither published nor given back.
@@ -122,6 +124,8 @@ class Tier:
     def copied(self, copy: Copy) -> None:
         self.copies.remove(copy)
         self.content[copy.slab, copy.place.slot] = (copy.record, copy.place.generation)
+        if copy.reserve and copy not in self.cancelled:
+            self.whole[copy.slab, copy.place.slot] = copy.record
         self.cancelled.discard(copy)
         self.run(self.engine.copied(copy))
 
@@ -176,7 +180,7 @@ class Tier:
             if asked.places is not None and one.running:
                 last = one.running[-1].number
                 one.orphaned += [(last, *pair) for pair in zip(asked.records, asked.places, strict=True)]
-        self.asked, self.copies, self.cancelled, self.open = {}, [], set(), set()
+        self.asked, self.copies, self.cancelled, self.open, self.whole = {}, [], set(), set(), {}
         for one in self.workers:
             one.missed = not one.alive
         highest = max(self.generation.values(), default=0)
@@ -190,6 +194,9 @@ class Tier:
             match command:
                 case Copy():
                     self._copy(command)
+                case Hurry(copy):
+                    assert copy in self.copies
+                    assert copy not in self.cancelled
                 case Cancel(copy):
                     assert copy in self.copies
                     assert copy not in self.cancelled
@@ -221,8 +228,16 @@ class Tier:
             assert copy.record not in self.words, "admitted twice"
             assert copy.record not in self.open, "admitted twice"
             self.open.add(copy.record)
+        if copy.source is None:
+            assert (slab, copy.record) not in {(where[0], r) for where, r in self.whole.items()}, "held, yet read again"
+            reads = [c for c in self.copies if c not in self.cancelled and c.source is None]
+            assert copy.record not in {c.record for c in reads}, "read twice at once"
+        else:
+            assert copy.source.slot >= size.ordinary
+            assert self.content[slab, copy.source.slot] == (copy.record, copy.source.generation), "copied from nothing"
         self.generation[key] = copy.place.generation
         self.content[key] = None
+        self.whole.pop(key, None)
         self.copies.append(copy)
 
     def _publish(self, record: Record, place: Place) -> None:
@@ -273,7 +288,7 @@ class Tier:
     # ---- what must always hold ----
 
     def readable(self) -> Iterable[tuple[Record, Place]]:
-        """All that a running step or the holder of a lease may read now."""
+        """All that a running step, the holder of a lease or a copy may read now."""
         for worker in self.workers:
             for step in worker.running:
                 yield from step.readable
@@ -283,6 +298,7 @@ class Tier:
             if asked.places is not None:
                 yield from zip(asked.records, asked.places, strict=True)
         yield from self.words.items()
+        yield from ((copy.record, copy.source) for copy in self.copies if copy.source is not None)
 
     def in_use(self) -> set[Key]:
         return {(self.slab(record), place.slot) for record, place in self.readable()}

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 from residency_model import Tier
 
-from sparkd.residency.commands import Cancel, Copy, Grant, Publish, Refuse, Retract
+from sparkd.residency.commands import Cancel, Copy, Grant, Hurry, Publish, Refuse, Retract
 from sparkd.residency.epochs import Steps
 from sparkd.residency.leases import LeaseState, Use
 from sparkd.residency.placement import Placement, PlacementError
@@ -477,11 +477,86 @@ def test_an_ending_of_a_copy_that_is_not_under_way_is_impossible():
 
 def test_a_slot_takes_only_the_turns_that_are_drawn():
     slot = Slot(0, Place(3, 1), reserve=False)
-    for wrong in (SlotState.COPIED, SlotState.RESIDENT, SlotState.DRAINING, SlotState.CANCELLING):
+    for wrong in (SlotState.RESIDENT, SlotState.DRAINING, SlotState.CANCELLING):
         with pytest.raises(RuntimeError, match=r"slot=3.* of slab 0 cannot go from FREE"):
             slot.turn(wrong)
     with pytest.raises(RuntimeError, match="has no record"):
         _ = slot.owner
+
+
+# ---- what the reserve still holds ----
+
+
+def test_what_a_step_missed_joins_the_ring_by_a_copy_from_the_reserve():
+    tier = one_layer(4, 2)
+    resident(tier, 0, 1)
+    tier.begin(0)
+    lease = tier.stage(0, [Record(0, 5)], Use.DECODE)
+    (staged,) = tier.copies
+    assert (staged.reserve, staged.source) == (True, None)
+    tier.copied(staged)
+    place = tier.asked[lease].places[0]
+    tier.release(lease)
+    tier.end(0)
+    tier.observe()
+    (copy,) = tier.copies
+    assert (copy.record, copy.reserve, copy.source) == (Record(0, 5), False, place)
+    others = [tier.stage(1, [Record(0, expert)], Use.PREFILL) for expert in (7, 8)]
+    assert [tier.engine.leases()[n] for n in others] == [LeaseState.COPYING, LeaseState.WAITING], "the source is kept"
+    tier.copied(copy)
+    assert tier.engine.leases()[others[1]] is LeaseState.COPYING
+    tier.settle()
+
+
+def test_a_record_that_a_free_slot_of_the_reserve_holds_is_leased_without_a_copy():
+    tier = one_layer(4, 3)
+    first = tier.stage(0, [Record(0, 5), Record(0, 6)], Use.PREFILL)
+    for copy in list(tier.copies):
+        tier.copied(copy)
+    places = tier.asked[first].places
+    tier.release(first)
+    again = tier.stage(1, [Record(0, 6), Record(0, 5), Record(0, 6)], Use.PREFILL)
+    assert tier.asked[again].places == (places[1], places[0], places[1])
+    assert tier.copies == []
+    tier.settle()
+
+
+def test_slots_of_the_reserve_are_filled_in_the_order_they_became_free():
+    tier = one_layer(4, 3)
+    for expert in range(3):
+        lease = tier.stage(0, [Record(0, expert)], Use.PREFILL)
+        tier.copied(tier.copies[0])
+        tier.release(lease)
+    tier.release(tier.stage(0, [Record(0, 0)], Use.PREFILL))
+    lease = tier.stage(0, [Record(0, 9)], Use.PREFILL)
+    assert {record for _, record in tier.whole.items()} == {Record(0, 0), Record(0, 2)}
+    tier.release(lease)
+    tier.settle()
+
+
+def test_what_is_on_its_way_to_the_reserve_is_not_read_twice():
+    tier = one_layer(3, 1)
+    resident(tier, 0, 1)
+    tier.begin(0)
+    lease = tier.stage(0, [Record(0, 5)], Use.DECODE)
+    (staged,) = tier.copies
+    tier.end(0)
+    tier.observe()
+    assert tier.copies == [staged], "a slot is free, and waits"
+    tier.copied(staged)
+    (copy,) = tier.copies
+    assert copy.source == tier.asked[lease].places[0]
+    tier.settle()
+    assert Record(0, 5) in tier.words
+
+
+def test_a_copy_that_a_part_of_a_step_comes_to_wait_for_is_hurried_once():
+    engine = Residency([LayerSize(0, 9)], [SlabSize(6, 2)])
+    (copy,) = engine.admit([Record(0, 1)])
+    _, commands = engine.stage(0, [Record(0, 1), Record(0, 2)], Use.DECODE)
+    (missed,) = [command for command in commands if isinstance(command, Copy)]
+    assert commands == [missed, Hurry(copy), Hurry(missed)]
+    assert engine.stage(0, [Record(0, 1)], Use.DECODE)[1] == []
 
 
 # ---- the hot set ----
