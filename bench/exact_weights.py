@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from exact_arithmetic import add, f16_to_f32, f32, fma, halving_tree, mul
+from gguf import quants
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -149,3 +150,71 @@ def unpack(name: str, row: bytes, block_bytes: int, sub: int) -> Weights:
     if offsets:
         w.minimum, w.offset = minima, offsets
     return w
+
+
+# Types of the float class with blocks
+
+
+def nib(b: int, i: int) -> int:
+    return b >> 4 * (i % 2) & 15
+
+
+def even(seven: int) -> int:
+    """Seven sign bits and an eighth that makes the number of set ones even."""
+    return seven | (seven.bit_count() & 1) << 7
+
+
+def e4m3(x: int) -> Fraction:
+    exponent, m = x >> 3 & 15, x & 7
+    if x == 127:
+        return Fraction(0)
+    return Fraction(m, 512) if exponent == 0 else (1 + Fraction(m, 8)) * Fraction(2) ** (exponent - 7)
+
+
+def word(b: bytes, at: int, size: int) -> int:
+    return int.from_bytes(b[at : at + size], "little")
+
+
+def code(name: str, b: bytes, e: int) -> tuple[Fraction, int, int, int]:
+    """Of element e of an IQ2 or IQ3 block: what d is multiplied by, grid entry, byte of it, eight signs."""
+    n, s, k, j = e // 8, e // 32, e % 32 // 8, e % 8
+    t = j // 4
+    half_, quarter = Fraction(1, 2), Fraction(1, 4)
+    if name == "IQ2_XXS":
+        a = word(b, 6 + 8 * s, 4)
+        return (half_ + (a >> 28)) * quarter, b[2 + 8 * s + k], j, even(a >> 7 * k & 127)
+    if name == "IQ2_XS":
+        w = word(b, 2 + 2 * n, 2)
+        return (half_ + nib(b[66 + s], k // 2)) * quarter, w & 511, j, even(w >> 9)
+    if name == "IQ2_S":
+        entry = b[2 + n] + 256 * (b[66 + s] >> 2 * k & 3)
+        return (half_ + nib(b[74 + s], k // 2)) * quarter, entry, j, b[34 + n]
+    if name == "IQ3_XXS":
+        a = word(b, 66 + 4 * s, 4)
+        return (half_ + (a >> 28)) * half_, b[2 + 2 * n + t], j % 4, even(a >> 7 * k & 127)
+    if name == "IQ3_S":
+        entry = b[2 + 2 * n + t] + 256 * (b[66 + s] >> 2 * k + t & 1)
+        return Fraction(1 + 2 * nib(b[106 + s // 2], s)), entry, j % 4, b[74 + n]
+    raise ValueError(name)
+
+
+def float_values(name: str, row: bytes, block: int, block_bytes: int) -> list[float]:
+    """A row of a type of the float class with blocks, dequantised; its factors are finite."""
+    out = []
+    if name != "NVFP4":
+        quant = getattr(quants, name)
+        quant.init_grid()
+        grid = quant.grid.reshape(quant.grid_shape).astype(int).tolist()
+    for start in range(0, len(row), block_bytes):
+        b = row[start : start + block_bytes]
+        for e in range(block):
+            n, j = e // 8, e % 8
+            if name == "NVFP4":
+                value = e4m3(b[n // 2]) / 2 * FP4[nib(b[4 + 8 * (n // 2) + j], n)]
+                out.append(f32(value))
+            else:
+                times, entry, byte, signs = code(name, b, e)
+                negative = bool(signs >> j & 1)
+                value = Fraction(half(b, 0)) * times * grid[entry][byte]
+                out.append(f32(-value if negative else value, negative_zero=negative != (b[1] > 127)))
+    return out

@@ -38,6 +38,16 @@ TYPES = {
     "IQ4_XS": (23, 256, 136, 32, (0,)),
 }
 
+#: Types of the float class with blocks: ggml id, elements and bytes per block, places of float16 factors.
+FLOAT_TYPES = {
+    "IQ2_XXS": (16, 256, 66, (0,)),
+    "IQ2_XS": (17, 256, 74, (0,)),
+    "IQ2_S": (22, 256, 82, (0,)),
+    "IQ3_XXS": (18, 256, 98, (0,)),
+    "IQ3_S": (21, 256, 110, (0,)),
+    "NVFP4": (40, 64, 36, ()),
+}
+
 
 def f(x: float) -> str:
     return f"{exact.bits(x):08x}"
@@ -59,7 +69,7 @@ def noise_bytes(seed: int, n: int) -> bytes:
 
 def weight_row(name: str, seed: int, columns: int) -> bytes:
     """noise_bytes with factors that stay finite."""
-    _, block, size, _, factors = TYPES[name]
+    _, block, size, *_, factors = TYPES[name] if name in TYPES else FLOAT_TYPES[name]
     row = bytearray(noise_bytes(seed, columns // block * size))
     for start in range(0, len(row), size):
         for at in factors:
@@ -129,6 +139,13 @@ def product_lines() -> Iterator[str]:
             blocks = [exact.quantise(x[i : i + form]) for i in range(0, columns, form)]
             q = [v for b in blocks for v in b[0]]
             yield f"{name} {columns} {seed} -> {f(w.product(q, [b[1] for b in blocks]))}"
+
+
+def float_product_lines() -> Iterator[str]:
+    for name, (_, block, size, _) in FLOAT_TYPES.items():
+        for seed, columns in ((200, 256), (201, 1280)):
+            w = exact_weights.float_values(name, weight_row(name, seed, columns), block, size)
+            yield f"{name} {columns} {seed} -> {f(exact.dot32(noise(seed + 1000, columns), w))}"
 
 
 def attention_lines() -> dict[str, list[str]]:
@@ -222,6 +239,7 @@ def section() -> str:
         **sum_lines(),
         "quantise (form, seed, factor -> a, q as bytes)": quantise_lines(),
         "product (type, columns, seed)": product_lines(),
+        "float_product (type, columns, seed)": float_product_lines(),
         **attention_lines(),
         **rope_lines(),
         "philox (key, counter low, counter high)": philox_lines(),

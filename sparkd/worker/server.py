@@ -8,6 +8,7 @@ steps: a cancelled request costs one more step at most.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,7 @@ from sparkd.ipc.messages import Json, Message, Timings
 from sparkd.ipc.routing import Routed, RoutingRing
 from sparkd.ipc.sockets import Channel
 from sparkd.kernels import available
+from sparkd.log import details
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.plan import STEP_ROWS
@@ -46,6 +48,8 @@ from sparkd.worker.scheduler import Scheduler
 from sparkd.worker.sequences import Sequence
 from sparkd.worker.state import PoolSize, StatePool
 from sparkd.worker.threads import count_threads
+
+_log = logging.getLogger(__name__)
 
 #: This worker's place among the step counters of the directory.
 _WORKER = 0
@@ -98,6 +102,7 @@ class WorkerServer:
         if not self._wait_for_weights(arena):
             return
         self._parts = self._build(attached.model, arena, texts)
+        _log.info("computes: %s", _computing(self._parts))
         self._child.send(Ready(self._child.role, self._status()))
         self._serve(self._desk, self._parts)
 
@@ -252,6 +257,11 @@ class WorkerServer:
                 "types": product_paths(_formats(parts.arena), parts.isa),
             },
         }
+
+
+def _computing(parts: Parts) -> str:
+    """The words of the log line that tells which kernels compute."""
+    return details(isa=parts.isa, threads=parts.threads, **product_paths(_formats(parts.arena), parts.isa))
 
 
 def _formats(arena: Arena) -> list[Format]:

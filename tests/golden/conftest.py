@@ -175,15 +175,21 @@ class Loaded:
 
 
 @pytest.fixture
-def load(model_path: Callable[[str], Path]) -> Callable[..., Loaded]:
-    """Load a test model by the name of its recipe."""
+def load_file() -> Callable[..., Loaded]:
+    """Load a model file."""
 
-    def load(name: str, yarn: str = "keys") -> Loaded:
-        model = ModelFile.open(model_path(name))
+    def load(path: Path, yarn: str = "keys") -> Loaded:
+        model = ModelFile.open(path)
         program = build_program(model, yarn)
         return Loaded(program, FileWeights(model, program))
 
     return load
+
+
+@pytest.fixture
+def load(model_path: Callable[[str], Path], load_file: Callable[..., Loaded]) -> Callable[..., Loaded]:
+    """Load a test model by the name of its recipe."""
+    return lambda name, yarn="keys": load_file(model_path(name), yarn)
 
 
 @pytest.fixture

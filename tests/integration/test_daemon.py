@@ -179,6 +179,7 @@ def test_the_status_says_what_is_where(served: tuple[Daemon, np.lib.npyio.NpzFil
     assert all(p["state"] == "ready" and p["rss_bytes"] > 0 for p in status["processes"])
     assert list(status["executor"]["types"]) == ["F32"] and status["executor"]["types"]["F32"].startswith("float, ")
     assert status["executor"]["threads"] == 1
+    assert re.search(r' info worker: computes: isa=\S+ threads=1 F32="float, ', one.said())
     assert status["speed"]["decode_tokens_s"] > 0 and status["speed"]["prefill_tokens_s"] > 0
     calibration = status["calibration"]
     assert calibration["dropped_steps"] == calibration["refused"] == 0

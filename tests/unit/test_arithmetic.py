@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import exact_arithmetic as exact  # noqa: E402
 import exact_weights  # noqa: E402
 import make_arithmetic_vectors as vectors  # noqa: E402
+import make_grids  # noqa: E402
 
 FUNCTIONS = ("exp", "sigmoid", "silu", "softplus")
 COMPUTED = [format for format in FORMATS.values() if format.arithmetic is not None]
@@ -130,6 +131,16 @@ def test_products_have_the_documented_bits_for_every_integer_type(arithmetic):
         assert words(arithmetic.product(id_, row, q, a)) == result, name
         seen.add(id_)
     assert seen == {format.id for format in COMPUTED if format.arithmetic is not Arithmetic.FLOAT}
+
+
+def test_products_with_dequantised_blocks_have_the_documented_bits(arithmetic):
+    seen = set()
+    for (name, columns, seed), result in documented("float_product"):
+        row = np.frombuffer(vectors.weight_row(name, int(seed), int(columns)), np.uint8)
+        weights = arithmetic.dequantise_row(vectors.FLOAT_TYPES[name][0], row)
+        assert words(arithmetic.dot32(noise(int(seed) + 1000, int(columns)), weights)) == result, name
+        seen.add(name)
+    assert seen == {f.name for f in COMPUTED if f.arithmetic is Arithmetic.FLOAT and f.block > 1}
 
 
 def test_attention_pages_and_merges_give_the_documented_bits(arithmetic):
@@ -321,6 +332,18 @@ def test_the_exact_evaluation_unpacks_as_the_gguf_package(name):
     row = vectors.weight_row(name, 7, 2 * block)
     expected = dequantise(FORMATS[id_], np.frombuffer(row, np.uint8), (1, 2 * block))[0]
     assert words(*exact_weights.unpack(name, row, size, sub).values()) == words(*expected)
+
+
+@pytest.mark.parametrize("name", vectors.FLOAT_TYPES)
+def test_the_exact_evaluation_decodes_as_the_gguf_package(name):
+    id_, block, size, _ = vectors.FLOAT_TYPES[name]
+    row = vectors.weight_row(name, 7, 2 * block)
+    expected = dequantise(FORMATS[id_], np.frombuffer(row, np.uint8), (1, 2 * block))[0]
+    assert words(*exact_weights.float_values(name, row, block, size)) == words(*expected)
+
+
+def test_the_grids_of_the_kernels_are_those_of_the_gguf_package():
+    assert make_grids.HEADER.read_text() == make_grids.header()
 
 
 @pytest.mark.parametrize("name", vectors.TYPES)

@@ -130,10 +130,10 @@ def test_a_generated_draft_layer_is_told_apart(tmp_path):
 def test_types_that_cannot_be_computed_are_noted(tmp_path):
     path = tmp_path / "m.gguf"
     file = GgufBytes().text("general.architecture", "laguna").array("tokenizer.ggml.tokens", STRING, ["a"])
-    path.write_bytes(file.tensor("grid", (256,), type=16, nbytes=66).build())
+    path.write_bytes(file.tensor("grid", (256,), type=19, nbytes=50).build())
     report = report_of(path)
     assert report.formats[0].computable is False
-    assert report.notes == ("sparkd cannot compute yet with IQ2_XXS (1 tensors)",)
+    assert report.notes == ("sparkd cannot compute yet with IQ1_S (1 tensors)",)
 
 
 def test_the_record_of_a_real_expert_has_the_size_of_the_format_tables(tmp_path):

@@ -192,11 +192,11 @@ def test_a_file_without_architecture_is_refused(tmp_path):
 def test_missing_tensors_and_types_without_arithmetic_are_refused_by_name(tmp_path):
     path = tmp_path / "m.gguf"
     file = GgufBytes().text("general.architecture", "laguna")
-    path.write_bytes(file.tensor("grid", (256,), type=16, nbytes=66).tensor("plain", (8,)).build())
+    path.write_bytes(file.tensor("grid", (256,), type=19, nbytes=50).tensor("plain", (8,)).build())
     model = ModelFile.open(path)
     assert model.computable("plain").nbytes == 32
-    assert model.tensor("grid").format.name == "IQ2_XXS"
-    with pytest.raises(UnsupportedError, match=r"m\.gguf: tensor 'grid' has type IQ2_XXS"):
+    assert model.tensor("grid").format.name == "IQ1_S"
+    with pytest.raises(UnsupportedError, match=r"m\.gguf: tensor 'grid' has type IQ1_S"):
         model.computable("grid")
     with pytest.raises(ModelFileError, match=r"tensor 'absent' is missing"):
         model.tensor("absent")

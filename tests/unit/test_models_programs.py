@@ -137,7 +137,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(describe: Callable[..., De
 def test_a_type_without_arithmetic_is_refused_naming_tensor_and_type(describe: Callable[..., Description]) -> None:
     description = describe(4)
     for name in ("blk.1.ffn_down_exps.weight", "token_embd.weight"):
-        for kind in ("NVFP4", "IQ2_XS", "TQ1_0"):
+        for kind in ("IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"):
             description.types = {name: FORMATS_BY_NAME[kind].id}
             with pytest.raises(UnsupportedError, match=f"{name}.*{kind}"):
                 description.build()
@@ -253,5 +253,5 @@ def test_a_draft_layer_is_recognised_by_its_tensors_when_it_is_not_declared() ->
 def test_a_draft_layer_of_an_uncomputable_type_does_no_harm() -> None:
     description = qwen(4).set(block_count=5, nextn_predict_layers=1)
     description.shapes |= qwen_block("blk.4", linear=False, draft=True)
-    description.types["blk.4.attn_q.weight"] = FORMATS_BY_NAME["IQ2_XS"].id
+    description.types["blk.4.attn_q.weight"] = FORMATS_BY_NAME["IQ1_S"].id
     assert description.build().ops == qwen(4).build().ops

@@ -83,7 +83,7 @@ def test_products_of_all_shapes_have_the_bits_of_their_definition(isa: str, name
     format = FORMATS_BY_NAME[name]
     rng = np.random.default_rng(format.id)
     widths = [1, 2, 3, 4, 5, 7, 8, 11, 16, 19]
-    columns = [256 * w for w in widths] if format.block == 256 else [*(256 * w for w in widths), 32, 96, 288, 2144]
+    columns = [256 * w for w in widths] + [w for w in (32, 64, 96, 288, 448, 2144) if w % format.block == 0]
     for number, width in enumerate([*columns, 31, 33] if format.block == 1 else columns):
         count = COUNTS[number % len(COUNTS)]
         rows = int(rng.integers(count, count + 30))

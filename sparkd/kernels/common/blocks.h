@@ -1,6 +1,7 @@
-// Block formats of GGUF weights: one table, one unpacker per type, products of rows.
+// Block formats of GGUF weights: one unpacker per type, products of rows. (formats.h has the table, codebooks.h the
+// types of the float class.)
 //
-// Every quantised format of the table is, per block, integers q with small integer scales and (some) minima per
+// Every format of an integer class is, per block, integers q with small integer scales and (some) minima per
 // sub-block, and one or two float32 factors:
 //
 //     w[e] = (d * scale[e / sub]) * q[e] + offset * min[e / sub]
@@ -9,6 +10,8 @@
 #pragma once
 
 #include "arithmetic.h"
+#include "codebooks.h"
+#include "formats.h"
 
 // Keeps g++ from unrolling a short loop completely, after which it finds no vectors in it (a row: 2000 ns, not 540).
 #if defined(__GNUC__) && !defined(__CUDACC__) && !defined(__clang__)
@@ -18,43 +21,6 @@
 #endif
 
 namespace spark {
-
-enum class Class {
-    FLOAT,   // dequantise, then dot32
-    INT32,   // integer product, one activation scale per 32 elements
-    INT256,  // integer product, one activation scale per 256 elements
-};
-
-struct Format {
-    int id;       // ggml type id
-    int block;    // elements per block
-    int bytes;    // bytes per block
-    Class cls;
-    int sub;      // elements per sub-block
-    bool offset;  // has minima
-};
-
-enum Type {
-    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
-    Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
-};
-
-// The table's row for a ggml type id; null: sparkd cannot compute this type.
-SPARK_FN const Format* find_format(int ggml_id) {
-    static constexpr Format formats[] = {
-        {F32, 1, 4, Class::FLOAT, 1, false},       {F16, 1, 2, Class::FLOAT, 1, false},
-        {BF16, 1, 2, Class::FLOAT, 1, false},      {Q4_0, 32, 18, Class::INT32, 32, false},
-        {Q4_1, 32, 20, Class::INT32, 32, true},    {Q5_0, 32, 22, Class::INT32, 32, false},
-        {Q5_1, 32, 24, Class::INT32, 32, true},    {Q8_0, 32, 34, Class::INT32, 32, false},
-        {IQ4_NL, 32, 18, Class::INT32, 32, false}, {MXFP4, 32, 17, Class::INT32, 32, false},
-        {Q2_K, 256, 84, Class::INT256, 16, true},  {Q3_K, 256, 110, Class::INT256, 16, false},
-        {Q4_K, 256, 144, Class::INT256, 32, true}, {Q5_K, 256, 176, Class::INT256, 32, true},
-        {Q6_K, 256, 210, Class::INT256, 16, false}, {IQ4_XS, 256, 136, Class::INT256, 32, false},
-    };
-    for (const Format& format : formats)
-        if (format.id == ggml_id) return &format;
-    return nullptr;
-}
 
 // A weight row of an integer class, unpacked once and used for several activation rows. The caller owns the memory.
 struct IntRow {
@@ -91,10 +57,6 @@ struct Block {
     float* d;
     float* offset;
 };
-
-SPARK_FN uint32_t load_u16(const uint8_t* b) { return b[0] | static_cast<uint32_t>(b[1]) << 8; }
-SPARK_FN uint32_t load_u32(const uint8_t* b) { return load_u16(b) | load_u16(b + 2) << 16; }
-SPARK_FN float load_f16(const uint8_t* b) { return f16_to_f32(static_cast<uint16_t>(load_u16(b))); }
 
 // 32 nibbles in 16 bytes: the low ones first.
 SPARK_FN void unpack_nibbles(const uint8_t* __restrict__ b, int bias, int8_t* __restrict__ q) {
@@ -314,15 +276,7 @@ SPARK_FN void unpack_row(int type, const uint8_t* row, int columns, IntRow& out)
 // Dequantises a row of any supported type; the bits are those of the gguf Python package.
 SPARK_FN void dequantise_row(int type, const uint8_t* row, int columns, float* out) {
     const Format* format = find_format(type);
-    if (format->cls == Class::FLOAT) {
-        for (int e = 0; e < columns; ++e) {
-            const uint8_t* b = row + e * format->bytes;
-            out[e] = type == F32   ? from_bits(load_u32(b))
-                     : type == F16 ? load_f16(b)
-                                   : bf16_to_f32(static_cast<uint16_t>(load_u16(b)));
-        }
-        return;
-    }
+    if (format->cls == Class::FLOAT) return dequantise_floats(*format, row, columns, out);
     int8_t q[256];
     int16_t scale[16], min[16];
     float d, offset;

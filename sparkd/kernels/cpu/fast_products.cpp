@@ -66,6 +66,27 @@ void floats(const Weight& w, int64_t begin, int64_t end, const Activations& x, c
                                     x.floats + targets[i].row * x.columns, targets[i].out + begin);
 }
 
+// Types with blocks: rows are unpacked once where that serves several activation rows.
+template <class T>
+void coded(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
+           void* memory) {
+    if (count == 1)
+        return float_products::coded_products<T>(w.row(begin), w.row_bytes(), end - begin, w.columns,
+                                                 x.floats + targets->row * x.columns, targets->out + begin);
+    const int64_t row_bytes = w.columns * static_cast<int64_t>(sizeof(float));
+    auto* unpacked = static_cast<uint8_t*>(memory);
+    for (int64_t first = begin; first < end; first += 2) {
+        const int64_t rows = std::min<int64_t>(2, end - first);
+        for (int64_t r = 0; r < rows; ++r)
+            float_products::dequantise<T>(w.row(first + r), w.columns,
+                                          reinterpret_cast<float*>(unpacked + r * row_bytes));
+        for (int64_t i = 0; i < count; ++i)
+            float_products::products<float_products::Single>(unpacked, row_bytes, rows, w.columns,
+                                                             x.floats + targets[i].row * x.columns,
+                                                             targets[i].out + first);
+    }
+}
+
 using Kernel = void (*)(const Weight&, int64_t, int64_t, const Activations&, const Target*, int64_t, void*);
 
 Kernel find_kernel(int type) {
@@ -73,6 +94,12 @@ Kernel find_kernel(int type) {
         case F32: return floats<float_products::Single>;
         case F16: return floats<float_products::Half>;
         case BF16: return floats<float_products::Brain>;
+        case IQ2_XXS: return coded<float_products::IQ2XXS>;
+        case IQ2_XS: return coded<float_products::IQ2XS>;
+        case IQ2_S: return coded<float_products::IQ2S>;
+        case IQ3_XXS: return coded<float_products::IQ3XXS>;
+        case IQ3_S: return coded<float_products::IQ3S>;
+        case NVFP4: return coded<float_products::NVF4>;
         case Q4_0: return integers<layouts::Q40>;
         case Q4_1: return integers<layouts::Q41>;
         case Q5_0: return integers<layouts::Q50>;
@@ -94,11 +121,12 @@ Kernel find_kernel(int type) {
 
 const char* products_path(int type) { return find_kernel(type) != nullptr ? vectors::kPath : "scalar"; }
 
-int64_t fast_product_bytes([[maybe_unused]] int columns) {
+int64_t fast_product_bytes(int columns) {
+    const int64_t two_rows = 2 * static_cast<int64_t>(sizeof(float)) * columns;
 #if SPARK_VECTORS == 512
-    return tile_products::Tile::bytes(columns) + 64;
+    return std::max<int64_t>(two_rows, tile_products::Tile::bytes(columns) + 64);
 #else
-    return 0;
+    return two_rows;
 #endif
 }
 

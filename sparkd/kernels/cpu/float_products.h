@@ -29,6 +29,82 @@ struct Brain {
     static float one(const uint8_t* w) { return bf16_to_f32(load_as<uint16_t>(w)); }
 };
 
+// Types with blocks of BLOCK elements and code books (common/codebooks.h), eight values at a time.
+template <int TYPE, int BLOCK, int BYTES, Eight (*EIGHT)(float, const uint8_t*, int)>
+struct Coded {
+    static constexpr int kType = TYPE, kBlock = BLOCK, kBytes = BYTES;
+    static float factor(const uint8_t* b) { return _cvtsh_ss(load_as<uint16_t>(b)); }
+    static __m256 eight(float d, const uint8_t* b, int n) {
+        const Eight e = EIGHT(d, b, n);
+        const __m128i bytes = _mm_cvtsi64_si128(static_cast<int64_t>(e.magnitudes));
+        const __m256 magnitudes = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+        // Bit j of the signs becomes the sign of lane j.
+        const __m256i turned = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(e.signs)),
+                                                 _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
+        const __m256 signs = _mm256_and_ps(_mm256_castsi256_ps(turned), _mm256_set1_ps(-0.0f));
+        return _mm256_xor_ps(_mm256_mul_ps(_mm256_set1_ps(e.factor), magnitudes), signs);
+    }
+};
+
+using IQ2XXS = Coded<IQ2_XXS, 256, 66, eight_iq2_xxs>;
+using IQ2XS = Coded<IQ2_XS, 256, 74, eight_iq2_xs>;
+using IQ2S = Coded<IQ2_S, 256, 82, eight_iq2_s>;
+using IQ3XXS = Coded<IQ3_XXS, 256, 98, eight_iq3_xxs>;
+using IQ3S = Coded<IQ3_S, 256, 110, eight_iq3_s>;
+
+struct NVF4 {
+    static constexpr int kType = NVFP4, kBlock = 64, kBytes = 36;
+    static float factor(const uint8_t*) { return 0.0f; }
+    static __m256 eight(float, const uint8_t* b, int n) {
+        const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b + 4 + n / 2 * 8));
+        const __m128i nibbles = _mm_and_si128(_mm_srl_epi16(packed, _mm_cvtsi32_si128(n % 2 * 4)), _mm_set1_epi8(15));
+        const __m256i values = _mm256_cvtepi8_epi32(_mm_shuffle_epi8(load_128(fp4_book()), nibbles));
+        return _mm256_mul_ps(_mm256_set1_ps(half_e4m3(b[n / 2])), _mm256_cvtepi32_ps(values));
+    }
+};
+
+// A row of a type with blocks as floats.
+template <class T>
+inline void dequantise(const uint8_t* w, int columns, float* out) {
+    for (; columns > 0; columns -= T::kBlock, w += T::kBytes, out += T::kBlock) {
+        const float d = T::factor(w);
+        for (int n = 0; n < T::kBlock / 8; ++n) _mm256_storeu_ps(out + 8 * n, T::eight(d, w, n));
+    }
+}
+
+// ROWS weight rows of a type with blocks at a time, as `dots`.
+template <class T, int ROWS>
+inline void coded_dots(const uint8_t* w, int64_t row_bytes, int columns, const float* x, float* out) {
+    __m256 partial[ROWS][4];
+    for (auto& row : partial)
+        for (__m256& p : row) p = _mm256_setzero_ps();
+    for (; columns > 0; columns -= T::kBlock, w += T::kBytes, x += T::kBlock) {
+        float d[ROWS];
+        for (int r = 0; r < ROWS; ++r) d[r] = T::factor(w + r * row_bytes);
+        for (int n = 0; n < T::kBlock / 8; n += 4)
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) {
+                const __m256 activations = _mm256_loadu_ps(x + 8 * (n + k));
+#pragma GCC unroll 2
+                for (int r = 0; r < ROWS; ++r)
+                    partial[r][k] =
+                        _mm256_fmadd_ps(activations, T::eight(d[r], w + r * row_bytes, n + k), partial[r][k]);
+            }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        alignas(32) float lanes[32];
+        for (int k = 0; k < 4; ++k) _mm256_store_ps(lanes + 8 * k, partial[r][k]);
+        out[r] = halving_tree(lanes, 32);
+    }
+}
+
+template <class T>
+void coded_products(const uint8_t* w, int64_t row_bytes, int64_t rows, int columns, const float* x, float* out) {
+    int64_t row = 0;
+    for (; row + 2 <= rows; row += 2) coded_dots<T, 2>(w + row * row_bytes, row_bytes, columns, x, out + row);
+    if (row < rows) coded_dots<T, 1>(w + row * row_bytes, row_bytes, columns, x, out + row);
+}
+
 // ROWS weight rows at a time; register k of a row has the partials 8 k .. 8 k + 7.
 template <class T, int ROWS>
 inline void dots(const uint8_t* w, int64_t row_bytes, int columns, const float* x, float* out) {
