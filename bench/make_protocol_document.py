@@ -58,6 +58,8 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "logprobs": f"how many of the most likely tokens are named beside each chosen one, 0 to {limits.MAX_LOGPROBS}; "
         "nil: no probabilities",
         "timeout_s": "seconds until the request fails, more than 0, at most the daemon's limit; nil: that limit",
+        "parts": "give the answer in parts (see “Answers in parts”); only with `chat`",
+        "call": 'make the answer a call of the tool of this name, or with `""` of any; only with `parts` and `tools`',
     },
     m.Credit: {"request": REQUEST, "chunks": "chunks that the app has consumed since it last said so, 1 and up"},
     m.Cancel: {"request": f"{REQUEST}; one of this connection"},
@@ -94,6 +96,7 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "tokens": "token ids; may be empty when only text was held back",
         "text": "the text that has become certain; empty while the rest of a character or of a stop string may follow",
         "choices": "one for each token where `logprobs` was asked for, else nil",
+        "parts": "what stands in the place of `text`, which is empty, where `parts` was asked for; else nil",
     },
     m.Finished: {
         "request": REQUEST,
@@ -139,12 +142,18 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "best": "the most likely tokens, best first, as many as `logprobs` says",
     },
     m.Logprob: {"token": "token id", "logprob": "as above"},
+    m.Part: {
+        "kind": "`reasoning`, `text` or `call`",
+        "text": "what has become certain; of a call a piece of the JSON text of its arguments",
+        "call": "number of the call in the answer, from 0",
+        "name": "the tool's, with the first piece of a call; else empty",
+    },
 }
 SENT_BY_APPS = (m.Hello, m.Generate, m.Credit, m.Cancel, m.Tokenize, m.StatusRequest, m.Ping, m.Bye)
 SENT_TO_APPS = (
     m.Welcome, m.Accepted, m.Progress, m.Chunk, m.Finished, m.Failed, m.Tokens, m.StatusReply, m.Pong,
 )  # fmt: skip
-MAPS = (m.Sampling, m.Bias, m.Timings, m.Choice, m.Logprob)
+MAPS = (m.Sampling, m.Bias, m.Timings, m.Choice, m.Logprob, m.Part)
 
 
 def tables() -> str:

@@ -12,7 +12,7 @@ from spark_client import messages as m
 from spark_client.address import find_socket
 from spark_client.async_link import AsyncLink, Mail
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
-from spark_client.output import Output, checked
+from spark_client.output import Output, checked, text_of
 from spark_client.protocol import CONNECTION, Protocol
 from spark_client.requests import Parameters, answering, continuing
 
@@ -163,8 +163,8 @@ class AsyncStream(Output):
 
     async def __aiter__(self) -> AsyncIterator[str]:
         async for event in self.events():
-            if isinstance(event, m.Chunk) and event.text:
-                yield event.text
+            if isinstance(event, m.Chunk) and (text := text_of(event)):
+                yield text
 
     async def read(self, timeout: float | None = None) -> str:
         """Wait for the end and return the whole text; TimeoutError after `timeout` seconds (the request goes on)."""

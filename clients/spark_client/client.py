@@ -13,7 +13,7 @@ from spark_client import messages as m
 from spark_client.address import find_socket
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
 from spark_client.link import Link, Mail
-from spark_client.output import Output, checked
+from spark_client.output import Output, checked, text_of
 from spark_client.protocol import CONNECTION, Protocol
 from spark_client.requests import Parameters, answering, continuing
 
@@ -161,8 +161,8 @@ class Stream(Output):
 
     def __iter__(self) -> Iterator[str]:
         for event in self.events():
-            if isinstance(event, m.Chunk) and event.text:
-                yield event.text
+            if isinstance(event, m.Chunk) and (text := text_of(event)):
+                yield text
 
     def read(self, timeout: float | None = None) -> str:
         """Wait for the end and return the whole text; TimeoutError after `timeout` seconds (the request goes on)."""

@@ -33,13 +33,26 @@ class Usage:
     output_tokens: int
 
 
+@dataclass(slots=True)
+class Call:
+    """A call of a tool: `arguments` is the JSON text of an object, whole when the request is over (not cut off)."""
+
+    name: str
+    arguments: str = ""
+
+
+def text_of(chunk: m.Chunk) -> str:
+    """The text of the answer in a chunk, also where it came in parts."""
+    return chunk.text + "".join(part.text for part in chunk.parts or () if part.kind == "text")
+
+
 class Output:
     """The output of one request so far.
 
     `request` is the daemon's id, `position` the number of requests before it when it was accepted. `text`, `tokens` and
-    (where log probabilities were asked for) `choices` grow. `finish_reason` (stop, length, cancelled), `stop_string`,
-    `usage`, `timings`, `seed` and `hit_rate` (share of the needed experts that were in fast memory) are None until the
-    end.
+    (where log probabilities were asked for) `choices` grow; where parts were asked for so do `reasoning` and `calls`,
+    and `text` has neither thought nor call. `finish_reason` (stop, length, cancelled), `stop_string`, `usage`,
+    `timings`, `seed` and `hit_rate` (share of the needed experts that were in fast memory) are None until the end.
     """
 
     def __init__(self, accepted: m.Accepted) -> None:
@@ -53,13 +66,20 @@ class Output:
         self.timings: m.Timings | None = None
         self.seed: int | None = None
         self.hit_rate: float | None = None
+        self.calls: list[Call] = []
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._error: SparkClientError | None = None
 
     @property
     def text(self) -> str:
         """The text so far."""
         return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str:
+        """The thought so far."""
+        return "".join(self._reasoning)
 
     @property
     def _open(self) -> bool:
@@ -75,7 +95,9 @@ class Output:
         elif isinstance(msg, m.Chunk):
             self.tokens.extend(msg.tokens)
             self.choices.extend(msg.choices or ())
-            self._text.append(msg.text)
+            self._text.append(text_of(msg))
+            for part in msg.parts or ():
+                self._take_part(part)
             return msg
         elif isinstance(msg, m.Finished):
             self.finish_reason = msg.reason
@@ -88,3 +110,11 @@ class Output:
         elif isinstance(msg, m.Progress):
             return msg
         return None
+
+    def _take_part(self, part: m.Part) -> None:
+        if part.kind == "reasoning":
+            self._reasoning.append(part.text)
+        elif part.kind == "call":
+            if part.name:
+                self.calls.append(Call(part.name))
+            self.calls[-1].arguments += part.text

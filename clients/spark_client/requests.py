@@ -23,6 +23,8 @@ class Parameters(TypedDict, total=False):
     max_tokens: output tokens at most (256).
     ignore_eos: go on after the model's end token.
     logprobs: how many of the most likely tokens are named beside each chosen one (`Output.choices`); None: nothing is.
+    parts: give an answer in parts: thought, text, and calls of tools (`Output.reasoning`, `Output.calls`).
+    call: make the answer a call of the tool of this name, "": of any; only with parts and tools.
     timeout_s: seconds after which the request fails, wherever it is then; None: the daemon's limit.
     """
 
@@ -41,6 +43,8 @@ class Parameters(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     timeout_s: float | None
+    parts: bool
+    call: str | None
 
 
 _SAMPLING = {field.name for field in dataclasses.fields(m.Sampling)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from sparkd.ipc.messages import Choice, Json, Sampling, Timings
+from sparkd.ipc.messages import Choice, Json, Part, Sampling, Timings
 from sparkd.ipc.wire import message
 
 # ---- supervisor and its children -------------------------------------------------------------------------------------
@@ -80,6 +80,8 @@ class Run:
     ignore_eos: bool
     produced: list[int] = field(default_factory=list)
     logprobs: int | None = None
+    parts: bool = False
+    call: str | None = None
 
 
 @message("admitted")
@@ -102,18 +104,19 @@ class Prefilled:
 
 @message("produced")
 class Produced:
-    """One output token, its number, and the text that became certain with it."""
+    """One output token, its number, and the text (or the parts) that became certain with it."""
 
     request: int
     index: int
     token: int
     text: str
     choice: Choice | None = None
+    parts: list[Part] = field(default_factory=list)
 
 
 @message("done")
 class Done:
-    """The worker finished a request; `text` is what was still held back."""
+    """The worker finished a request; `text` (or `parts`) is what was still held back."""
 
     request: int
     reason: str
@@ -124,6 +127,7 @@ class Done:
     seed: int
     timings: Timings
     hit_rate: float | None = None
+    parts: list[Part] = field(default_factory=list)
 
 
 @message("refused")

@@ -78,7 +78,8 @@ class Generate:
     chat template (`enable_thinking` ...). Model "" is the one that is served. `ignore_eos`: what ends an answer of the
     model's own accord (an end token, or its text) is output like any other and ends nothing. `logprobs`: None, or how
     many of the most likely tokens Chunk names beside each chosen one. `timeout_s`: seconds from now after which the
-    request fails, wherever it is then; None: the daemon's limit.
+    request fails, wherever it is then; None: the daemon's limit. `parts`: the answer to a chat comes as thought, text
+    and calls of `tools`. `call`: the answer is a call, without a thought, of the tool of that name ("": of any).
     """
 
     tag: int
@@ -95,6 +96,8 @@ class Generate:
     credit: int = 64
     logprobs: int | None = None
     timeout_s: float | None = None
+    parts: bool = False
+    call: str | None = None
 
 
 @message("accepted")
@@ -140,11 +143,26 @@ class Choice:
     best: list[Logprob]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer: `kind` is reasoning, text, or call.
+
+    Of a call (number `call` of the answer, from 0) `text` is a piece of the JSON text of its arguments; `name`, the
+    tool's, comes with its first piece alone.
+    """
+
+    kind: str
+    text: str
+    call: int = 0
+    name: str = ""
+
+
 @message("chunk")
 class Chunk:
     """New output: `tokens` ids, the first of them output number `index`, and the text that became certain.
 
-    `choices` has one entry per token where the request asked for `logprobs`, else it is None.
+    `choices` has one entry per token where the request asked for `logprobs`, else it is None. Where it asked for
+    `parts` those stand for the text, which is empty; else they are None.
     """
 
     request: int
@@ -152,6 +170,7 @@ class Chunk:
     tokens: list[int]
     text: str
     choices: list[Choice] | None = None
+    parts: list[Part] | None = None
 
 
 @dataclass(frozen=True, slots=True)

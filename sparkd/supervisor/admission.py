@@ -36,6 +36,10 @@ def check(ask: Generate, served: Served, limits: LimitSettings) -> None:
     for name, value in (("tools", ask.tools), ("options", ask.options)):
         if value and ask.chat is None:
             raise UnsupportedError(f"{name} belong to chat, not to {given[0]}")
+    if ask.parts and ask.chat is None:
+        raise UnsupportedError(f"parts belong to the answer to a chat, not to {given[0]}")
+    if ask.call is not None:
+        _check_call(ask)
     if ask.max_tokens < 1:
         raise RequestError(f"max_tokens is {ask.max_tokens}", fix="ask for one token at least")
     if ask.credit < 0:
@@ -53,6 +57,16 @@ def check(ask: Generate, served: Served, limits: LimitSettings) -> None:
         check_length(1, ask.max_tokens, served.context)
     if ask.prompt is not None:
         _check_text(ask.prompt, ask.max_tokens, served)
+
+
+def _check_call(ask: Generate) -> None:
+    if not ask.parts:
+        raise RequestError("call is given without parts", fix="ask for parts: a call is no text")
+    functions = [tool.get("function") for tool in ask.tools or []]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    if not names or (ask.call and ask.call not in names):
+        what = f"call names the tool {ask.call!r}" if ask.call else "call asks for a tool"
+        raise RequestError(f"{what}, which tools does not have"[:300], fix="give it in tools")
 
 
 def _check_text(prompt: str, max_tokens: int, served: Served) -> None:

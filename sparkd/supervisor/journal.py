@@ -1,8 +1,8 @@
 """What it takes to begin a request again on another worker: token ids in memory, never on disk.
 
 An entry begins as the app's request. When the worker has admitted it, its prompt's ids and its seed replace text,
-messages and chance; from then on every output token is noted. `run` gives the message that continues from there, and
-the same seed and ids lead to the very same tokens.
+messages and chance (tools stay where calls of them are read); from then on every output token is noted. `run` gives the
+message that continues from there, and the same seed and ids lead to the very same tokens.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Entry:
         """Note the prompt's ids and the seed; they stay the same when a request is admitted again."""
         self.prompt = array("i", msg.tokens)
         self.seed = msg.seed
-        self.ask = dataclasses.replace(self.ask, prompt=None, tokens=None, chat=None, tools=None, options={})
-        self.asked_bytes = 0
+        tools = self.ask.tools if self.ask.parts else None
+        self.ask = dataclasses.replace(self.ask, prompt=None, tokens=None, chat=None, tools=tools, options={})
+        self.asked_bytes = _held_bytes(tools)
 
     def run(self, request: int) -> Run:
         """The worker's order, from the start or from where the last worker got to."""
@@ -86,6 +87,8 @@ class Entry:
             ignore_eos=ask.ignore_eos,
             produced=self.produced.tolist(),
             logprobs=ask.logprobs,
+            parts=ask.parts,
+            call=ask.call,
         )
 
 

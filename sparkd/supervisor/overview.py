@@ -87,4 +87,5 @@ def _reason(request: Request) -> str:
 
 def _waiting_bytes(request: Request) -> int:
     """Bytes of text that wait for the app's credit."""
-    return sum(len(piece.encode(errors="surrogatepass")) for piece in request.text)
+    pieces = [*request.text, *(part.text for part in request.parts)]
+    return sum(len(piece.encode(errors="surrogatepass")) for piece in pieces)

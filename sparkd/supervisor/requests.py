@@ -10,6 +10,7 @@ from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.messages import Message
 from sparkd.supervisor.journal import Entry
+from sparkd.text.answer import joined
 
 #: Credit one stream may hold.
 MAX_CREDIT = 1024
@@ -60,6 +61,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     choices: list[m.Choice] = field(default_factory=list)
+    parts: list[m.Part] = field(default_factory=list)
     delivered: int = 0
     stalled: float | None = None
     end: Message | None = None
@@ -105,6 +107,7 @@ class Request:
         self.first_token = now if self.first_token is None else self.first_token
         self.tokens.append(msg.token)
         self.text.append(msg.text)
+        self.parts += msg.parts
         if msg.choice is not None:
             self.choices.append(msg.choice)
 
@@ -116,13 +119,14 @@ class Request:
         """What credit allows to send, and the end once nothing waits any more."""
         sent: list[Message] = []
         text = "".join(self.text)
-        if (self.tokens or text) and self.credit > 0:
+        if (self.tokens or text or self.parts) and self.credit > 0:
             choices = None if self.entry.ask.logprobs is None else self.choices
-            sent.append(m.Chunk(self.number, self.delivered, self.tokens, text, choices))
+            parts = joined(self.parts) if self.entry.ask.parts else None
+            sent.append(m.Chunk(self.number, self.delivered, self.tokens, text, choices, parts))
             self.delivered += len(self.tokens)
             self.credit -= 1
-            self.tokens, self.text, self.choices, text = [], [], [], ""
-        if self.tokens or text:
+            self.tokens, self.text, self.choices, self.parts, text = [], [], [], [], ""
+        if self.tokens or text or self.parts:
             self.stalled = self.stalled if self.stalled is not None else now
             return sent
         self.stalled = None
@@ -131,6 +135,7 @@ class Request:
     def finished(self, msg: internal.Done, now: float) -> m.Finished:
         """The worker finished it: what the app hears after the last of its output."""
         self.text.append(msg.text)
+        self.parts += msg.parts
         return m.Finished(
             request=self.number,
             reason=msg.reason,

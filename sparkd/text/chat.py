@@ -16,7 +16,7 @@ from typing import Any
 from sparkd.errors import RequestError, UnsupportedError
 from sparkd.gguf.metadata import Metadata
 from sparkd.text.escape import Escape
-from sparkd.text.messages import Bounds, plain_messages, plain_tools
+from sparkd.text.messages import Bounds, leading_system, plain_messages, plain_tools
 from sparkd.text.renderer import Renderer
 from sparkd.text.tokenizer import Tokenizer
 
@@ -91,13 +91,22 @@ class ChatTemplate:
             "bos_token": self._text(self._tokenizer.bos_id),
             "eos_token": self._text(self._tokenizer.eos_id),
         }
-        rendered = self._renderer.render(variables)
+        rendered = self._render(variables)
         if restore is None:
             return ChatPrompt(self._tokenizer.encode(rendered, special=True), rendered)
         ids: list[int] = []
         for part in self._tokenizer.split_at_control(rendered):
             ids += [part] if isinstance(part, int) else self._tokenizer.encode(restore(part), special=False)
         return ChatPrompt(ids, restore(rendered))
+
+    def _render(self, variables: dict[str, Json]) -> str:
+        messages = variables["messages"]
+        try:
+            return self._renderer.render(variables)
+        except RequestError:
+            if all(message["role"] != "system" for message in messages[1:]):
+                raise
+        return self._renderer.render({**variables, "messages": leading_system(messages)})
 
     def close(self) -> None:
         """End the process that renders."""

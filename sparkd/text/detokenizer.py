@@ -8,21 +8,26 @@ that the end of the stream cuts off.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Set
 
 from sparkd.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one stream of ids. With `skip_control` control tokens leave no trace, else their text shows."""
+    """The text of one stream of ids. With `skip_control` control tokens leave no trace, else their text shows.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_control: bool = True) -> None:
+    Those whose text is in `shown` show in any case.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_control: bool = True, shown: Set[str] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._skip_control = skip_control
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, index: int) -> str:
         """The characters that this token completes; may be empty."""
-        if self._skip_control and self._tokenizer.is_control(index):
+        if self._skip_control and self._tokenizer.is_control(index) and self._tokenizer.text(index) not in self._shown:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(index))
 

@@ -1,7 +1,8 @@
 """What a chat request may contain, and the form in which a chat template sees it.
 
-Roles     system, developer (shown to the template as system), user, assistant, tool; in any order: a template that
-          cannot take an order says so itself, and the request is refused with its reason.
+Roles     system, developer (shown to the template as system), user, assistant, tool; in any order. Where a template
+          refuses messages among which are later ones of the system, it is shown the order of `leading_system` instead;
+          what it refuses then is refused with its reason.
 Content   a string, or a list of parts of which only {"type": "text", "text": ...} is supported, joined without
           separator. It may be empty. An assistant message may leave it out (then it is empty).
 assistant may carry `reasoning_content` or `reasoning` (strings) and `tool_calls`; a call's arguments arrive as the JSON
@@ -93,6 +94,19 @@ def plain_messages(messages: Sequence[Mapping[str, Json]], bounds: Bounds) -> li
     if not items:
         raise RequestError("messages is empty", fix="send at least one message")
     return [_message(item, f"messages[{index}]", bounds) for index, item in enumerate(items)]
+
+
+def leading_system(messages: Sequence[Mapping[str, Json]]) -> list[dict[str, Json]]:
+    """The same conversation with at most one system message, which comes first.
+
+    Those at the beginning become one, with blank lines between them; a later one becomes a message of the user.
+    """
+    first = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    texts = [message["content"] for message in messages[:first]]
+    later = [
+        {**message, "role": "user"} if message["role"] == "system" else dict(message) for message in messages[first:]
+    ]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *later] if texts else later
 
 
 def plain_tools(tools: Sequence[Mapping[str, Json]] | None, bounds: Bounds) -> list[dict[str, Json]] | None:

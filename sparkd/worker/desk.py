@@ -24,7 +24,9 @@ from sparkd.errors import RequestError, SparkError
 from sparkd.gguf.metadata import Metadata
 from sparkd.ipc.internal import Encode, Encoded, Refused, Run
 from sparkd.ipc.messages import MAX_BYTES
+from sparkd.text.answer import AnswerParser
 from sparkd.text.detokenizer import Detokenizer
+from sparkd.text.markup import THINK, THINK_END, syntax_of
 from sparkd.text.stop import StopMatcher, end_texts
 from sparkd.text.tokenizer import Tokenizer
 from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 _SEED_BITS = 53
 #: Ids that one answer may hold; on the wire an id takes up to five bytes.
 _MAX_IDS = MAX_BYTES // 8
+#: Ids at a prompt's end in which the beginning of a thought shows.
+_TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Texts:
         #: Ids that mean something: embeddings may have more rows than the vocabulary has tokens.
         self.vocab = min(vocab, len(self.tokenizer))
         self._ends = end_texts(metadata.text("general.architecture"))
+        self._syntax = syntax_of(metadata.text("general.architecture"))
         self._metadata = metadata
         self._template: ChatTemplate | SparkError | None = None
 
@@ -106,9 +111,13 @@ class Texts:
         check_length(len(prompt), run.max_tokens, self.context)
         check_tokens(prompt, self.vocab)
         seed = run.sampling.seed if run.sampling.seed is not None else secrets.randbits(_SEED_BITS)
-        detokenizer, stops = Detokenizer(self.tokenizer), StopMatcher(run.stop, () if run.ignore_eos else self._ends)
+        detokenizer = Detokenizer(self.tokenizer, shown=self._syntax.texts if run.parts else frozenset())
+        stops = StopMatcher(run.stop, () if run.ignore_eos else self._ends)
+        answer = self._answer(run, prompt) if run.parts else None
         for token in run.produced:
-            stops.push(detokenizer.push(token))
+            text, _ = stops.push(detokenizer.push(token))
+            if answer is not None:
+                answer.push(text)
         return Sequence(
             run.request,
             array("i", [*prompt, *run.produced]),
@@ -120,6 +129,7 @@ class Texts:
             detokenizer,
             stops,
             clock,
+            answer,
         )
 
     def _prompt(self, run: Run) -> list[int]:
@@ -130,7 +140,25 @@ class Texts:
         template = self._chat()
         if isinstance(template, SparkError):
             raise template
-        return template.encode(run.chat or [], run.tools, options=run.options).ids
+        prompt = template.encode(run.chat or [], run.tools, options=run.options).ids
+        return prompt if run.call is None else self._begin_call(prompt, run.call)
+
+    def _begin_call(self, prompt: list[int], tool: str) -> list[int]:
+        """The prompt with the first words of the answer: a call of `tool`, or of any if that is empty."""
+        tags, name = self._syntax.opener(tool)
+        if self._in_thought(prompt):
+            tags = f"\n{THINK_END}\n\n{tags}"
+        return [*prompt, *self.tokenizer.encode(tags, special=True), *self.tokenizer.encode(name, special=False)]
+
+    def _answer(self, run: Run, prompt: list[int]) -> AnswerParser:
+        if run.call is None:
+            return AnswerParser(self._syntax, run.tools or [], thinking=self._in_thought(prompt))
+        answer = AnswerParser(self._syntax, run.tools or [], thinking=False)
+        answer.push("".join(self._syntax.opener(run.call)))
+        return answer
+
+    def _in_thought(self, prompt: list[int]) -> bool:
+        return self.tokenizer.decode(prompt[-_TAIL:]).rstrip().endswith(THINK)
 
 
 class Desk:

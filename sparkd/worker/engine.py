@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from sparkd.errors import RequestError
 from sparkd.executors.base import Batch, Executor, RowKind, Segment, StepResult
 from sparkd.ipc.internal import Admitted, Done, Prefilled, Produced, Refused
-from sparkd.ipc.messages import Choice, Message
+from sparkd.ipc.messages import Choice, Message, Part
+from sparkd.text.answer import joined
 from sparkd.worker.sampler import choice, sample
 from sparkd.worker.scheduler import Piece, Scheduler, Step
 from sparkd.worker.sequences import Sequence
@@ -222,7 +223,10 @@ class Engine:
         sequence.tokens.append(token)
         self.counts.output_tokens += 1
         text, stopped = sequence.stops.push(sequence.detokenizer.push(token))
-        events: list[Message] = [Produced(sequence.request, index, token, text, chosen)]
+        parts: list[Part] = []
+        if sequence.answer is not None:
+            parts, text = sequence.answer.push(text), ""
+        events: list[Message] = [Produced(sequence.request, index, token, text, chosen, parts)]
         if stopped is not None:
             events.append(self._end(sequence, "stop", ""))
         elif sequence.outputs == sequence.max_tokens:
@@ -241,6 +245,10 @@ class Engine:
         self._drop(sequence)
         self.counts.finished += 1
         assert sequence.sampling.seed is not None
+        parts: list[Part] = []
+        if sequence.answer is not None:
+            cut = reason != "stop" or sequence.stops.asked is not None
+            parts, text = joined([*sequence.answer.push(text), *sequence.answer.finish(cut=cut)]), ""
         return Done(
             request=sequence.request,
             reason=reason,
@@ -252,6 +260,7 @@ class Engine:
             timings=sequence.clock.timings(self._clock()),
             # No worker serves before every record is resident.
             hit_rate=1.0 if sequence.computed else None,
+            parts=parts,
         )
 
     def _fail(self, sequence: Sequence, error: RequestError) -> Message:

@@ -14,6 +14,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from sparkd.ipc.messages import Sampling, Timings
+from sparkd.text.answer import AnswerParser
 from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.stop import StopMatcher
 from sparkd.worker.state import Holding
@@ -43,6 +44,7 @@ class Sequence:
     """A request's ids and state. The first `known` ids (prompt, outputs of an earlier run) are there from the start.
 
     `sampling` has a seed. `logprobs`: how many of the most likely tokens are named beside each output; None: not asked.
+    `answer` reads the output where its parts were asked for.
     """
 
     request: int
@@ -55,6 +57,7 @@ class Sequence:
     detokenizer: Detokenizer
     stops: StopMatcher
     clock: Clock
+    answer: AnswerParser | None = None
     known: int = field(init=False)
     computed: int = 0
     holding: Holding | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import zmq
 
 from sparkd.gguf.model_file import ModelFile
 from sparkd.ipc.internal import Encode, Encoded, Run
-from sparkd.ipc.messages import MessageError, Sampling, encode
+from sparkd.ipc.messages import MessageError, Part, Sampling, encode
 from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.sequences import Sequence
 
@@ -79,3 +80,47 @@ def test_what_the_thread_cannot_survive_is_raised_where_its_results_are_taken(co
     with pytest.raises(ZeroDivisionError, match="job 2"):
         take_all()
     desk.close()
+
+
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def order(**given: Any) -> Run:
+    fields: dict[str, Any] = dict.fromkeys(("prompt", "tokens", "chat", "tools"))
+    return Run(
+        1,
+        **{**fields, "options": {}, "sampling": Sampling(), "stop": [], "max_tokens": 9, "ignore_eos": False, **given},
+    )
+
+
+def test_an_answer_in_parts_begins_where_its_prompt_left_off(texts: Texts) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    thinking = texts.work(order(chat=chat, options={"enable_thinking": True}, parts=True))
+    direct = texts.work(order(chat=chat, parts=True))
+    assert isinstance(thinking, Sequence) and isinstance(direct, Sequence)
+    assert thinking.answer is not None and direct.answer is not None
+    assert thinking.answer.push("Yes.") == [Part("reasoning", "Yes.")]
+    assert direct.answer.push("Yes.") == [Part("text", "Yes.")]
+    without = texts.work(order(chat=chat))
+    assert isinstance(without, Sequence) and without.answer is None
+
+
+def test_a_resumed_answer_in_parts_goes_on_in_the_middle_of_a_call(texts: Texts) -> None:
+    prompt = texts.tokenizer.encode("<think>\n", special=True)
+    produced = texts.tokenizer.encode("Hm.</think>So.\n<tool_call>no", special=True)
+    sequence = texts.work(order(tokens=prompt, tools=TOOLS, parts=True, produced=produced))
+    assert isinstance(sequence, Sequence) and sequence.answer is not None
+    assert sequence.answer.push("w</tool_call>") == [Part("call", "{}", 0, "now")]
+
+
+def test_an_answer_that_must_be_a_call_begins_as_one_whatever_the_prompt_ends_with(texts: Texts) -> None:
+    for thinking in (False, True):
+        run = order(tokens=None, chat=[{"role": "user", "content": "Hi"}], options={"enable_thinking": thinking})
+        plain = texts.work(run)
+        forced = texts.work(dataclasses.replace(run, parts=True, call="now"))
+        assert isinstance(plain, Sequence) and isinstance(forced, Sequence) and forced.answer is not None
+        added = texts.tokenizer.decode(forced.tokens[plain.prompt :])
+        assert added == ("\n</think>\n\n" if thinking else "") + "<tool_call>now\n"
+        again = texts.work(order(tokens=forced.tokens.tolist(), tools=TOOLS, parts=True, call="now"))
+        assert isinstance(again, Sequence) and again.answer is not None
+        assert again.answer.push("</tool_call>") == [Part("call", "{}", 0, "now")]

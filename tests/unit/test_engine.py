@@ -15,7 +15,9 @@ from sparkd.graph.program import ConvState, KvCache, Program
 from sparkd.graph.state import StateLayout
 from sparkd.ipc.directory import StepCounter
 from sparkd.ipc.internal import Admitted, Done, Prefilled, Produced, Refused
-from sparkd.ipc.messages import Sampling
+from sparkd.ipc.messages import Part, Sampling
+from sparkd.text.answer import AnswerParser, joined
+from sparkd.text.markup import QWEN
 from sparkd.text.stop import StopMatcher
 from sparkd.worker.engine import Engine, Routing
 from sparkd.worker.scheduler import Scheduler
@@ -125,6 +127,7 @@ class Bench:
                 Letters(),  # type: ignore[arg-type]
                 stops,
                 Clock(),
+                given.get("answer"),
             )
         )
 
@@ -143,6 +146,18 @@ def tokens(events: list[Any], request: int) -> list[int]:
 def done(events: list[Any], request: int) -> Done:
     (end,) = (e for e in events if isinstance(e, Done) and e.request == request)
     return end
+
+
+def test_an_answer_in_parts_has_the_tokens_and_the_words_of_the_text() -> None:
+    bench = Bench()
+    bench.submit(1, [1, 2, 3])
+    bench.submit(2, [1, 2, 3], answer=AnswerParser(QWEN, [], thinking=False))
+    events = bench.run()
+    assert tokens(events, 1) == tokens(events, 2)
+    text = "".join(e.text for e in events if isinstance(e, Produced | Done) and e.request == 1)
+    assert not any(e.text for e in events if isinstance(e, Produced | Done) and e.request == 2)
+    parts = joined([part for e in events if isinstance(e, Produced | Done) for part in e.parts])
+    assert parts == [Part("text", text)]
 
 
 def test_a_request_goes_from_admission_over_its_chunks_to_its_end() -> None:

@@ -59,6 +59,29 @@ def test_log_probabilities_travel_with_their_tokens(house: House) -> None:
     assert house.heard(b"a")[-1].choices is None
 
 
+def test_parts_wait_for_credit_and_neighbours_of_one_kind_become_one(house: House) -> None:
+    number = house.accepted(b"a", tokens=None, chat=[{}], parts=True, credit=1)
+    said = [m.Part("reasoning", "a"), m.Part("text", "b"), m.Part("text", "c"), m.Part("call", "{", 0, "f")]
+    house.worker(*(internal.Produced(number, i, 10 + i, "", None, [part]) for i, part in enumerate(said)))
+    house.worker(internal.Done(number, "stop", None, "", 3, 4, 42, NO_TIME, None, [m.Part("call", "}")]))
+    house.door.receive(b"a", m.Credit(number, 1), 0.0)
+    first, second, end = house.heard(b"a")
+    assert first.parts == said[:1]
+    assert second.parts == [m.Part("text", "bc"), m.Part("call", "{}", 0, "f")] and second.tokens == [11, 12, 13]
+    assert isinstance(end, m.Finished)
+
+
+def test_a_resumed_answer_in_parts_keeps_its_tools(house: House) -> None:
+    tools = [{"function": {"name": "f"}}]
+    number = house.accepted(b"a", tokens=None, chat=[{}], parts=True, tools=tools, call="f")
+    house.worker(internal.Admitted(number, [1, 2], 7))
+    house.door.worker_lost("killed", house.now)
+    house.orders()
+    house.door.worker_ready(house.now)
+    (run,) = house.orders()
+    assert (run.tokens, run.chat, run.tools, run.parts, run.call) == ([1, 2], None, tools, True, "f")
+
+
 def test_the_end_tells_hit_rate_timings_and_how_often_a_request_was_resumed(house: House) -> None:
     first, second = house.accepted(b"a"), house.accepted(b"a")
     waiting = house.accepted(b"a")

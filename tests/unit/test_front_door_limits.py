@@ -164,6 +164,13 @@ def test_a_prompt_beyond_the_limit_is_refused_with_both_numbers(house: House, pr
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"tools": [{}]}, "tools belong to chat"),
         ({"options": {"enable_thinking": True}}, "options belong to chat"),
+        ({"parts": True}, "parts belong to the answer to a chat"),
+        ({"call": ""}, "call is given without parts"),
+        ({"tokens": None, "chat": [{}], "parts": True, "call": ""}, "call asks for a tool"),
+        (
+            {"tokens": None, "chat": [{}], "parts": True, "tools": [{}], "call": "f"},
+            "the tool 'f', which",
+        ),
         ({"credit": -1}, "credit is -1"),
         ({"timeout_s": 0.0}, "timeout_s is 0"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),

@@ -324,11 +324,15 @@ def test_messages_are_rendered_by_the_documented_rules(
     assert prompt.ids == TOKENIZER.encode(expected, special=True)
 
 
-def test_a_system_message_in_the_middle_is_the_templates_to_judge(chatml: ChatTemplate, laguna: ChatTemplate) -> None:
-    messages = [user("Hi"), {"role": "system", "content": "Stop."}]
+def test_a_later_system_message_stands_in_its_place_as_the_template_can_show_it(
+    chatml: ChatTemplate, laguna: ChatTemplate
+) -> None:
+    system = [{"role": "system", "content": "A."}, {"role": "developer", "content": "B."}]
+    messages = [*system, user("Hi"), {"role": "system", "content": "Stop."}]
     assert "<system>\nStop.\n</system>\n" in laguna.encode(messages).text
-    with pytest.raises(RequestError, match="refuses these messages: System message must be at the beginning"):
-        chatml.encode(messages)
+    expected = [{"role": "system", "content": "A.\n\nB."}, user("Hi"), user("Stop.")]
+    assert chatml.encode(messages) == chatml.encode(expected)
+    assert chatml.encode(messages[2:]) == chatml.encode(expected[1:])
 
 
 @pytest.mark.parametrize(
