@@ -34,7 +34,7 @@ def test_every_message_between_app_and_daemon_is_documented(document: str) -> No
     ours = (ROOT / "sparkd" / "ipc" / "messages.py").read_text()
     declared = set(re.findall(r'^@message\("(\w+)"\)', ours, re.MULTILINE))
     documented = set(re.findall(r"^#### `([a-z_]+)`", document, re.MULTILINE))
-    assert documented == declared and declared < set(wire._TYPES)
+    assert documented == declared and declared <= set(wire._TYPES)
     records = set(re.findall(r"^class (\w+):", re.sub(r"@message.*?\nclass \w+:", "", ours), re.MULTILINE))
     assert set(re.findall(r"^#### `([A-Z]\w+)`", document, re.MULTILINE)) == records
 
