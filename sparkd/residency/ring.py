@@ -28,7 +28,8 @@ class Heats(Generic[RecordT]):
         """ValueError when `half_life` (in steps) is below 1 or not finite."""
         #: Logarithm, to base 2, of the heat that one use in the present step gives.
         self.now = 0.0
-        self._logs: dict[RecordT, float] = {}
+        #: Logarithm of the heat of each record that was ever used.
+        self.logs: dict[RecordT, float] = {}
         self.set_half_life(half_life)
 
     def set_half_life(self, half_life: float) -> None:
@@ -40,18 +41,14 @@ class Heats(Generic[RecordT]):
     def use(self, records: Iterable[RecordT]) -> None:
         """A step, the next one, uses these records, each named once."""
         self.now = now = self.now + self._tick
-        logs = self._logs
+        logs = self.logs
         for record in records:
             age = now - logs.get(record, -math.inf)
             logs[record] = now + math.log2(1.0 + 2.0**-age) if age < _FORGOTTEN else now
 
-    def log(self, record: RecordT) -> float:
-        """Logarithm of the heat of a record, relative to the beginning; minus infinity without a use."""
-        return self._logs.get(record, -math.inf)
-
     def heat(self, record: RecordT) -> float:
         """The heat of a record in the present step: 1 for one use now."""
-        return float(2.0 ** (self.log(record) - self.now))
+        return float(2.0 ** (self.logs.get(record, -math.inf) - self.now))
 
 
 class Ring(Generic[RecordT]):
@@ -62,6 +59,7 @@ class Ring(Generic[RecordT]):
 
     def __init__(self, heats: Heats[RecordT]) -> None:
         self._heats = heats
+        self._logs = heats.logs
         self._members: dict[RecordT, int] = {}
         #: (lower bound of the logarithm of the heat, number of the coming in, record); old entries stay until met.
         self._heap: list[tuple[float, int, RecordT]] = []
@@ -74,7 +72,7 @@ class Ring(Generic[RecordT]):
             heapq.heapify(self._heap)
         self._comings += 1
         self._members[record] = self._comings
-        heapq.heappush(self._heap, (max(self._heats.log(record), self._heats.now), self._comings, record))
+        heapq.heappush(self._heap, (max(self._logs.get(record, -math.inf), self._heats.now), self._comings, record))
 
     def remove(self, record: RecordT) -> None:
         """Let a member go. KeyError when it is none."""
@@ -85,14 +83,14 @@ class Ring(Generic[RecordT]):
 
         Busy members that are colder are passed over, each time: there should be few.
         """
-        heap, members, log = self._heap, self._members, self._heats.log
+        heap, members, logs = self._heap, self._members, self._logs
         passed = []
         found = None
         while heap:
             bound, coming, record = heap[0]
             if members.get(record) != coming:
                 heapq.heappop(heap)
-            elif (heat := log(record)) > bound:
+            elif (heat := logs.get(record, bound)) > bound:
                 heapq.heapreplace(heap, (heat, coming, record))
             elif busy is not None and busy(record):
                 passed.append(heapq.heappop(heap))
