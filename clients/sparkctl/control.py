@@ -29,7 +29,7 @@ def drain(args: argparse.Namespace) -> int:
 
 
 def reload(args: argparse.Namespace) -> int:
-    """Have the daemon read its settings again, and tell what came of it."""
+    """Have the daemon read its settings again and start what had given up, and tell what came of it."""
     socket = args.socket or find_socket()
     with closing(DaemonProcess.at(socket)) as daemon, _client(args) as client:
         if daemon.on_terminal:
@@ -48,6 +48,8 @@ def reload(args: argparse.Namespace) -> int:
         print("applied: " + (", ".join(outcome["applied"]) or "nothing has changed that can"))
         if outcome["restart"]:
             print("need a restart: " + ", ".join(outcome["restart"]))
+        if outcome.get("revived"):
+            print("started once more: " + printable(", ".join(outcome["revived"])))
     if outcome["error"]:
         raise SparkClientError(printable(outcome["error"]))
     return 0

@@ -50,10 +50,14 @@ _FLUSH_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ChildArguments:
-    """The command line every child takes; the descriptor of a region that a child has no use for is -1."""
+    """The command line every child takes; the descriptor of a region that a child has no use for is -1.
+
+    `fingerprint` is that of the model that was planned for; empty: nothing was planned.
+    """
 
     run_dir: RunDirectory
     settings: str
+    fingerprint: str
     arena_fd: int
     routing_fd: int
     parent: int
@@ -62,19 +66,20 @@ class ChildArguments:
 def parse_arguments(role: str, argv: Sequence[str] | None = None) -> ChildArguments:
     """Parse what `python -m sparkd.<role>.main` is given:
 
-    --run-dir DIR --settings JSON [--arena-fd N] [--routing-fd N] [--parent PID]
+    --run-dir DIR --settings JSON [--fingerprint HEX] [--arena-fd N] [--routing-fd N] [--parent PID]
     """
     parser = argparse.ArgumentParser(
         prog=f"sparkd-{role}", description=f"The {role} of sparkd; the supervisor starts it."
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the daemon's sockets")
     parser.add_argument("--settings", required=True, help="all settings, as JSON")
+    parser.add_argument("--fingerprint", default="", help="of the model that was planned for")
     parser.add_argument("--arena-fd", type=int, default=-1, help="inherited descriptor of the arena")
     parser.add_argument("--routing-fd", type=int, default=-1, help="inherited descriptor of the routing ring")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process id of the supervisor")
     given = parser.parse_args(argv)
     run_dir = RunDirectory(given.run_dir)
-    return ChildArguments(run_dir, given.settings, given.arena_fd, given.routing_fd, given.parent)
+    return ChildArguments(run_dir, given.settings, given.fingerprint, given.arena_fd, given.routing_fd, given.parent)
 
 
 class Child:

@@ -35,7 +35,7 @@ class StoreServer:
         """Lay out or adopt the arena and bind the socket. SparkError when the model is not what was planned."""
         self._child = child
         self._region = Region.map(given.arena_fd)
-        arena = open_arena(self._region, Settings.from_json(given.settings))
+        arena = open_arena(self._region, Settings.from_json(given.settings), given.fingerprint)
         residents = Residents(arena)
         self._loader = Loader(residents)
         self._service = StoreService(residents, self._loader, model_name(arena.model))
@@ -114,15 +114,21 @@ class StoreServer:
             self._service.unsent(reply)
 
 
-def open_arena(region: Region, settings: Settings) -> Arena:
-    """Adopt the arena in the region, or lay one out. SparkError when the model is not what the region was made for."""
+def open_arena(region: Region, settings: Settings, fingerprint: str = "") -> Arena:
+    """Adopt the arena in the region, or lay one out. SparkError when the model is not what the region was made for.
+
+    `fingerprint` is that of the model it was made for, if that is known.
+    """
 
     def build(model: ModelFile) -> Program:
         return build_program(model, settings.numerics.yarn)
 
     if Arena.present(region):
-        return Arena.attach(region, build)
+        arena = Arena.attach(region, build)
+        _check_planned(arena.model, fingerprint)
+        return arena
     model, program = open_model(settings)
+    _check_planned(model, fingerprint)
     layout = ArenaLayout.within(program, model, region.size)
     if layout.total_bytes != region.size:
         raise ModelFileError(
@@ -131,3 +137,9 @@ def open_arena(region: Region, settings: Settings) -> Arena:
             fix="restart the daemon",
         )
     return Arena.create(region, model, program, layout)
+
+
+def _check_planned(model: ModelFile, fingerprint: str) -> None:
+    if fingerprint not in ("", model.fingerprint):
+        what = f"changed since the start: its headers have the fingerprint {model.fingerprint} now, not {fingerprint}"
+        raise ModelFileError(what, where=model.where, fix="restart the daemon")

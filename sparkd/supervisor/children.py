@@ -4,7 +4,7 @@
       ▲                │ exit              │ exit                │ exit
       │◄── backoff ────┴───────────────────┴─────────────────────┘
       │
-      └── too many crashes, or it said itself that it cannot go on ──► failed
+      └── too many crashes, or it said itself that it cannot go on ──► failed (until somebody asks for it: `revive`)
 
 A child that shows no life, or gets no further, for too long (`pulse`) is killed, which is an exit like any other. A
 child belongs to a process group of its own (Ctrl-C reaches the supervisor alone) and is killed by the kernel when the
@@ -94,14 +94,18 @@ class Children:
         self,
         run_dir: RunDirectory,
         settings: str,
+        fingerprint: str,
         regions: Mapping[str, int],
         record: Callable[[Sequence[tuple[str, int]]], None],
     ) -> None:
-        """`settings` are those that new processes get; `record` notes role and process id of all that exist.
+        """`settings` are those that new processes get, with the fingerprint of the model that is planned for.
+
+        `record` notes role and process id of all that exist.
 
         `regions` are descriptors by name: `arena`, and `routing` if there is to be a calibrator.
         """
         self.settings = settings
+        self._fingerprint = fingerprint
         self._run_dir = run_dir
         self._regions = regions
         self._record = record
@@ -127,7 +131,7 @@ class Children:
     def start(self, child: ChildProcess, now: float) -> None:
         """Start a process for a role."""
         command = [sys.executable, "-P", "-m", _MODULES[child.role], "--run-dir", str(self._run_dir.path)]
-        command += ["--settings", self.settings, "--parent", str(os.getpid())]
+        command += ["--settings", self.settings, "--fingerprint", self._fingerprint, "--parent", str(os.getpid())]
         inherited = {name: self._regions[name] for name in child.inherits if name in self._regions}
         for name, fd in inherited.items():
             command += [f"--{name}-fd", str(fd)]
@@ -165,6 +169,7 @@ class Children:
             child.reason += f", {_LOOP_CRASHES} times within {now - child.crashes[0]:.0f} s"
         if in_loop or child.last_words:
             child.condition = Condition.FAILED
+            child.reason += "; it stays down until 'sparkctl reload' (SIGHUP), or a restart of the daemon"
         else:
             recent = sum(now - at < _LOOP_S for at in child.crashes)
             child.restart_at = now + (min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (recent - 2)) if recent > 1 else 0.0)
@@ -206,6 +211,14 @@ class Children:
         """The daemon has proved that it works: what happened before is no crash loop."""
         for child in self.all():
             child.crashes.clear()
+
+    def revive(self, now: float) -> list[str]:
+        """Start what had given up once more, with all its chances; returns the roles."""
+        down = [child for child in self.all() if child.condition is Condition.FAILED]
+        for child in down:
+            child.crashes.clear()
+            child.condition, child.restart_at = Condition.DOWN, now
+        return [child.role for child in down]
 
     def tick(self, now: float) -> None:
         """Start what is due; while stopping, go on to the next child or lose patience."""

@@ -31,7 +31,7 @@ from sparkd.ipc.messages import Json, Message
 from sparkd.supervisor import probation
 from sparkd.supervisor.admission import Served, check
 from sparkd.supervisor.fair_queue import FairQueue
-from sparkd.supervisor.journal import Entry
+from sparkd.supervisor.journal import Entry, Standing
 from sparkd.supervisor.overview import list_clients, list_requests
 from sparkd.supervisor.questions import Questions
 from sparkd.supervisor.requests import MAX_CREDIT, PROGRESS_S, Client, Request, Stage
@@ -77,7 +77,7 @@ class FrontDoor:
         self.totals = Totals()
         self.to_clients: deque[tuple[bytes, Message]] = deque()
         self.to_worker: deque[Message] = deque()
-        self._questions = Questions(self.to_worker.append)
+        self._questions = Questions()
         #: (peer, tag) of questions for the status document.
         self.status_asked: deque[tuple[bytes, int]] = deque()
         #: Requests that are over, for the log.
@@ -136,7 +136,7 @@ class FrontDoor:
             case m.Cancel():
                 self._cancel(client, msg, now)
             case m.Tokenize():
-                self._tokenize(client, msg)
+                self._tokenize(client, msg, now)
             case m.StatusRequest():
                 self.status_asked.append((peer, msg.tag))
             case m.Ping():
@@ -199,14 +199,14 @@ class FrontDoor:
         self._worker = False
         self._refusal = reason
         self.to_worker.clear()
-        self.to_clients.extend(self._questions.fail(reason))
-        lost = self._at_worker()
-        cause = probation.crashed([request.entry for request in lost])
+        lost, asked = self._at_worker(), self._questions.asked
+        cause = probation.crashed(self._tried(lost))
+        self.to_clients.extend(self._questions.lost(reason, guilty=asked is not None and asked is cause))
         for request in lost:
             if request.stage is Stage.ABORTING:
                 self._over(request)
             elif request.entry is cause:
-                what = f"{cause.crashes} workers ended while they ran this request; last: {reason}"
+                what = f"{request.entry.crashes} workers ended while they ran this request; last: {reason}"
                 self._conclude(request, self._failed(request, "crashed", what), now)
             else:
                 request.stage = Stage.QUEUED
@@ -227,6 +227,12 @@ class FrontDoor:
             if request.stage is not Stage.ABORTING:
                 self._abandon(request, self._failed(request, "unavailable", reason, retry=True), now)
 
+    def reopen(self, reason: str) -> None:
+        """What was closed may be served again, once a worker is ready; until then new requests are refused."""
+        self._closed = None
+        if not self._worker:
+            self._refusal = reason
+
     def end(self) -> None:
         """The worker is gone and none will come: what it was still to abort is over."""
         for request in list(self._requests.values()):
@@ -239,7 +245,8 @@ class FrontDoor:
     def from_worker(self, msg: Message, now: float) -> None:
         """Take a message of the worker. Those about requests that are over already are late, not wrong."""
         if isinstance(msg, internal.Encoded):
-            return self._encoded(msg)
+            self._encoded(msg)
+            return self._fill_seats(now)
         request = self._requests.get(msg.request)
         if request is None or request.stage not in (Stage.RUNNING, Stage.ABORTING):
             return None
@@ -338,13 +345,14 @@ class FrontDoor:
         self._abandon(request, request.cancelled(now), now)
         self._fill_seats(now)
 
-    def _tokenize(self, client: Client, msg: m.Tokenize) -> None:
+    def _tokenize(self, client: Client, msg: m.Tokenize, now: float) -> None:
         try:
             reason = self._closed or self._refusal or (None if self._worker else "the worker is not ready yet")
             if reason is not None:
                 raise UnavailableError(reason)
             self._last += 1
             self._questions.ask(client.peer, msg, self._last)
+            self._fill_seats(now)
         except UnavailableError as error:
             self._send(client.peer, m.Failed(msg.tag, None, error.code, str(error), retry=True))
 
@@ -356,12 +364,26 @@ class FrontDoor:
     def _at_worker(self) -> list[Request]:
         return [r for r in self._requests.values() if r.stage in (Stage.RUNNING, Stage.ABORTING)]
 
+    def _tried(self, running: list[Request]) -> list[probation.Tried]:
+        """What may be the cause if a worker ends that has these requests: they, and the text it tokenizes."""
+        asked = self._questions.asked
+        return [*(request.entry for request in running), *([] if asked is None else [asked])]
+
     def _fill_seats(self, now: float) -> None:
+        """Give the worker what it may have. A text on trial comes before all else: it takes a moment."""
         while self._worker and self._refusal is None:
             request, running = self._left[0] if self._left else self._queue.first(), self._at_worker()
+            question, tried = self._questions.first, self._tried(running)
+            waits = bool(self._left) and self._left[0].entry.standing is Standing.ACCUSED
+            on_trial = question is not None and question.standing is not Standing.CLEAR
+            if question is not None and (on_trial or not waits) and probation.may_start(question, tried):
+                self.to_worker.append(self._questions.start())
+                continue
+            if on_trial:
+                return
             if request is None or len(running) >= self._limits.sequences:
                 return
-            if not probation.may_start(request.entry, [other.entry for other in running]):
+            if not probation.may_start(request.entry, tried):
                 return
             if self._left:
                 self._left.popleft()

@@ -1,17 +1,19 @@
 """Texts that apps want tokenized: one at a time goes to the worker, apps take turns.
 
-So a text that takes seconds delays nobody's request by more than itself, and an app that asks a lot delays itself.
+So a text that takes seconds delays nobody's request by more than itself, and an app that asks a lot delays itself. One
+that a worker left behind when it ended is asked again, before all others, as `probation` allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparkd.errors import UnavailableError
 from sparkd.ipc.internal import Encode, Encoded
 from sparkd.ipc.messages import Failed, Message, Tokenize, Tokens
 from sparkd.supervisor.fair_queue import FairQueue
+from sparkd.supervisor.journal import Standing
 
 #: Questions of all apps that wait for an answer, and characters of their texts.
 MAX_QUESTIONS = 256
@@ -20,23 +22,35 @@ MAX_CHARACTERS = 16 << 20
 Answer = tuple[bytes, Message]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Question:
-    """Who asked (None: nobody who is still there), under which tag, and the worker's order."""
+    """Who asked (None: nobody who is still there), under which tag, the worker's order, and how it stands in trial."""
 
     peer: bytes | None
     tag: int
     order: Encode
+    crashes: int = 0
+    standing: Standing = Standing.CLEAR
+    proof_at: int = 0
+
+    @property
+    def produced(self) -> tuple[()]:
+        """Nothing: it is done at once or not at all."""
+        return ()
+
+    def failed(self, code: str, reason: str, retry: bool = False) -> Iterator[Answer]:
+        """What its app hears if it cannot be answered."""
+        if self.peer is not None:
+            yield self.peer, Failed(self.tag, None, code, reason, retry)
 
 
 class Questions:
-    """Those that wait, and the one that is at the worker."""
+    """Those that wait, and the one that is at the worker (`asked`)."""
 
-    def __init__(self, send: Callable[[Encode], None]) -> None:
-        """`send` takes what is for the worker."""
-        self._send = send
+    def __init__(self) -> None:
+        self.asked: Question | None = None
+        self._again: Question | None = None
         self._queue: FairQueue[Question] = FairQueue()
-        self._asked: Question | None = None
 
     def ask(self, peer: bytes, msg: Tokenize, job: int) -> None:
         """Take a question on under the number `job`. UnavailableError when too many wait."""
@@ -47,37 +61,50 @@ class Questions:
             what = f"{len(self._queue)} questions with {held} characters wait already"
             raise UnavailableError(what, fix="try again later")
         self._queue.push(peer, Question(peer, msg.tag, Encode(job, msg.text, msg.special)))
-        self._next()
+
+    @property
+    def first(self) -> Question | None:
+        """What `start` would begin; None when nothing waits, or while one is at the worker."""
+        return None if self.asked is not None else self._again or self._queue.first()
+
+    def start(self) -> Encode:
+        """The next one goes to the worker: the order for it. IndexError when nothing waits."""
+        self.asked, self._again = self._again or self._queue.pop(), None
+        return self.asked.order
 
     def answered(self, msg: Encoded) -> Answer | None:
         """The worker's answer as the app gets it; None when nobody waits for it any more."""
-        asked = self._asked
+        asked = self.asked
         if asked is None or asked.order.job != msg.job:
             return None
-        self._asked = None
-        self._next()
+        self.asked = None
         if asked.peer is None:
             return None
         if msg.tokens is None:
             return asked.peer, Failed(asked.tag, None, "request", msg.error or "cannot be tokenized")
         return asked.peer, Tokens(asked.tag, msg.tokens)
 
+    def lost(self, reason: str, *, guilty: bool) -> Iterator[Answer]:
+        """The worker is gone: what it had is asked again, or fails with `reason` if it is the cause."""
+        asked, self.asked = self.asked, None
+        if asked is not None and guilty:
+            what = f"{asked.crashes} workers ended while they tokenized this text; last: {reason}"
+            yield from asked.failed("crashed", what)
+        elif asked is not None and asked.peer is not None:
+            self._again = asked
+
     def fail(self, reason: str) -> Iterator[Answer]:
         """Nothing can be answered: what the apps that wait hear."""
-        waiting = [*self._queue] if self._asked is None else [self._asked, *self._queue]
-        self._queue, self._asked = FairQueue(), None
+        waiting = [question for question in (self.asked, self._again, *self._queue) if question is not None]
+        self.asked, self._again, self._queue = None, None, FairQueue()
         for question in waiting:
-            if question.peer is not None:
-                yield question.peer, Failed(question.tag, None, UnavailableError.code, reason, retry=True)
+            yield from question.failed(UnavailableError.code, reason, retry=True)
 
     def gone(self, peer: bytes) -> None:
         """An app has left: nothing of it waits any more, the answer to what is at the worker is for nobody."""
         for question in [question for question in self._queue if question.peer == peer]:
             self._queue.remove(peer, question)
-        if self._asked is not None and self._asked.peer == peer:
-            self._asked = Question(None, self._asked.tag, self._asked.order)
-
-    def _next(self) -> None:
-        if self._asked is None and len(self._queue):
-            self._asked = self._queue.pop()
-            self._send(self._asked.order)
+        if self._again is not None and self._again.peer == peer:
+            self._again = None
+        if self.asked is not None and self.asked.peer == peer:
+            self.asked.peer = None

@@ -77,7 +77,7 @@ class Reloader:
 
     def _note(self, applied: list[str], restart: list[str], error: str) -> None:
         count = self.outcome.get("count", 0) + 1
-        self.outcome = {"count": count, "applied": applied, "restart": restart, "error": error}
+        self.outcome = {"count": count, "applied": applied, "restart": restart, "error": error, "revived": []}
 
 
 def group_id(name: str) -> int:

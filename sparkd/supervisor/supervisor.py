@@ -98,7 +98,7 @@ class Supervisor:
         self._door = FrontDoor(settings.limits, served, os.getpid())
         self._routing = _routing_ring(plan) if settings.calibration.enabled else None
         regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})
-        self._children = Children(lock.run_dir, settings.to_json(), regions, lock.record)
+        self._children = Children(lock.run_dir, settings.to_json(), plan.fingerprint, regions, lock.record)
         self._rounds = status.Rounds()
         self._holding = Holding(arena, settings.memory)
         self._loading = (0, 0)
@@ -163,7 +163,7 @@ class Supervisor:
     def _heed_signals(self, now: float) -> None:
         if self._signals.reload:
             self._signals.reload = False
-            self._reload()
+            self._reload(now)
         asked = self._signals.stops
         if not asked or self._stopping:
             return
@@ -182,7 +182,7 @@ class Supervisor:
         self._deliver(now)
         self._children.stop(now)
 
-    def _reload(self) -> None:
+    def _reload(self, now: float) -> None:
         self._notify.reloading()
         settings = self._reloader.reload(self._settings, self._place)
         if settings != self._settings:
@@ -193,6 +193,12 @@ class Supervisor:
             for child in self._children.running:
                 if child.condition is not Condition.STARTING:
                     self._tell(child, internal.Reconfigure(self._children.settings))
+        if not self._stopping and self._drain_until is None:
+            revived = self._children.revive(now)
+            if revived:
+                _log.info("started once more: %s", ", ".join(revived))
+                self._door.reopen(f"the {revived[0]} is being started once more")
+            self._reloader.outcome["revived"] = revived
         if self._was_ready:
             self._notify.ready()
 

@@ -8,14 +8,17 @@ import sys
 import time
 from pathlib import Path
 
-from sparkd.ipc.internal import Prefilled, Produced, Refused
+from sparkd.ipc.internal import Encode, Prefilled, Produced, Refused
 from sparkd.ipc.messages import Message
 from sparkd.worker import main, server
+from sparkd.worker.desk import Order, Result, Texts
 from sparkd.worker.engine import Engine
 from sparkd.worker.sequences import Sequence
 
 #: Ends while it reads the prompt; ends at the 20th token; takes long over its 5th; never comes back from its 10th.
 DEADLY_PROMPT, DEADLY, SLOW, STUCK = 301, 302, 303, 304
+#: A text that no worker survives.
+DEADLY_TEXT = "the text that ends it"
 #: Seconds of the long step: longer than heartbeats may be missing.
 SLOW_S = 2.5
 
@@ -50,7 +53,16 @@ class OddEngine(Engine):
                 time.sleep(3600)
 
 
-server.Engine = OddEngine
+class OddTexts(Texts):
+    """Cannot tokenize everything."""
+
+    def work(self, order: Order) -> Result | None:
+        if isinstance(order, Encode) and order.text == DEADLY_TEXT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().work(order)
+
+
+server.Engine, server.Texts = OddEngine, OddTexts
 
 if __name__ == "__main__":
     sys.exit(main.main())

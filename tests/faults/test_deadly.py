@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from daemon import running, until
 from odd_daemon import OddDaemon
-from odd_worker import DEADLY, DEADLY_PROMPT
+from odd_worker import DEADLY, DEADLY_PROMPT, DEADLY_TEXT
 
 from spark_client import Client, RequestFailed
 
@@ -53,3 +53,17 @@ def test_deadly_requests_one_after_another_are_no_crash_loop_while_others_are_se
                 start(client, DEADLY).read(120)
             until(lambda: client.status()["state"] == "ready", served.said)
             assert start(client, 1).read(60) == undisturbed
+
+
+def test_a_text_that_no_worker_can_tokenize_fails_alone(served: OddDaemon) -> None:
+    with served.client() as client, served.client() as other:
+        ids = other.tokenize("a text")
+        undisturbed = {first: start(client, first).read(60) for first in INNOCENTS}
+        streams = [start(other, first) for first in INNOCENTS]
+        with pytest.raises(RequestFailed, match=r"3 workers ended while they tokenized this text.*SIGKILL") as failure:
+            client.tokenize(DEADLY_TEXT)
+        assert (failure.value.code, failure.value.retry) == ("crashed", False)
+        assert [stream.read(120) for stream in streams] == list(undisturbed.values())
+        until(lambda: client.status()["state"] == "ready", served.said)
+        assert other.tokenize("a text") == ids
+        assert client.status()["requests"]["failed"] == 0

@@ -122,4 +122,11 @@ def test_a_worker_that_always_dies_leaves_a_daemon_that_says_so(model: Path, tmp
         assert status["state"] == "degraded" and "killed by SIGKILL" in status["reason"]
         with pytest.raises(RequestFailed, match="SIGKILL"):
             client.generate(tokens=[1], max_tokens=4).read()
+        assert "stays down until 'sparkctl reload'" in status["reason"]
+        one.process.send_signal(signal.SIGHUP)
+        until(lambda: client.status()["state"] == "ready", one.said)
+        assert client.status()["reload"]["revived"] == ["worker"] and client.status()["reason"] == ""
+        stream = client.generate(tokens=[1], max_tokens=4, ignore_eos=True)
+        stream.read()
+        assert len(stream.tokens) == 4
         assert one.stop() == 0

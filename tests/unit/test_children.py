@@ -29,7 +29,7 @@ class Ended:
 
 def children() -> tuple[Children, ChildProcess]:
     """All of a daemon, of which the worker serves (no process exists)."""
-    made = Children(RunDirectory(Path("/nowhere")), "", {"arena": -1, "routing": -1}, lambda processes: None)
+    made = Children(RunDirectory(Path("/nowhere")), "", "", {"arena": -1, "routing": -1}, lambda processes: None)
     worker = made["worker"]
     worker.process, worker.condition, worker.pulse = cast("Popen[bytes]", Ended()), Condition.READY, Pulse.since(0.0)
     return made, worker

@@ -302,6 +302,43 @@ def test_closing_ends_every_request_with_the_reason(house: House) -> None:
     assert isinstance(house.ask(b"b"), m.Failed)
 
 
+def test_a_text_that_ends_worker_after_worker_fails_alone(house: House) -> None:
+    running = [house.accepted(b"b"), house.accepted(b"b")]
+    house.door.receive(b"a", m.Tokenize(5, "deadly"), 0.0)
+    house.door.receive(b"b", m.Tokenize(6, "harmless"), 0.0)
+    assert [type(order) for order in house.orders()] == [internal.Run, internal.Run, internal.Encode]
+    for crash in range(MAX_CRASHES):
+        assert house.heard(b"a") == []
+        house.door.worker_lost(f"killed for the {crash + 1}. time", 0.0)
+        house.door.worker_ready(0.0)
+        if crash + 1 < MAX_CRASHES:
+            (order,) = house.orders()  # by itself from now on
+            assert order.text == "deadly"
+    (failed,) = house.heard(b"a")
+    assert (failed.tag, failed.code, failed.retry) == (5, "crashed", False)
+    assert "3 workers ended while they tokenized this text; last: killed for the 3. time" in failed.message
+    text, resumed = house.orders()
+    assert text.text == "harmless" and resumed.request == running[0]
+    assert all(isinstance(msg, m.Accepted | m.Progress) for msg in house.heard(b"b"))
+
+
+def test_a_text_is_not_blamed_for_what_a_request_does_and_waits_while_that_is_tried(house: House) -> None:
+    deadly = house.accepted(b"a")
+    house.door.receive(b"b", m.Tokenize(6, "harmless"), 0.0)
+    lives = 0
+    while house.door.running or house.door.queued:
+        orders = house.orders()
+        if any(isinstance(order, internal.Encode) for order in orders) and len(orders) == 1:
+            house.worker(internal.Encoded(orders[0].job, [1, 2]))
+            continue
+        lives += 1
+        house.door.worker_lost("killed", 0.0)
+        house.door.worker_ready(0.0)
+    assert lives == MAX_CRASHES
+    assert [msg.request for msg in house.heard(b"a") if isinstance(msg, m.Failed)] == [deadly]
+    assert [msg for msg in house.heard(b"b") if isinstance(msg, m.Failed)] == []
+
+
 def test_text_is_tokenized_by_the_worker_for_whoever_asked(house: House) -> None:
     house.door.receive(b"a", m.Tokenize(5, "one", True), 0.0)
     house.door.receive(b"b", m.Tokenize(6, "two"), 0.0)

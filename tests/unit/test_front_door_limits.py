@@ -216,6 +216,10 @@ def test_apps_take_turns_in_having_texts_tokenized_and_an_app_that_left_holds_up
     assert order.text == "b7"
     house.heard(b"b")
     house.door.worker_lost("killed", 0.0)
+    assert house.heard(b"b") == []
+    house.door.worker_ready(0.0)
+    assert house.orders() == [order]
+    house.door.close("no worker comes any more", 0.0)
     (failed,) = house.heard(b"b")
     assert (failed.tag, failed.retry) == (7, True)
 

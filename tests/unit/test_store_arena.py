@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 from filled_arena import Filled, empty, expert_bytes, file_bytes, filled, generate, regions_closed
 
-from sparkd.errors import UnavailableError
+from sparkd.config import ModelSettings, Settings
+from sparkd.errors import ModelFileError, UnavailableError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.ipc.directory import Entry, State
 from sparkd.ipc.memory import Region
 from sparkd.models import build_program
+from sparkd.residency.budget import GIB, Limit
 from sparkd.residency.slabs import SlabSize
 from sparkd.store import arena as arena_module
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ALIGNMENT, PAGE, VERSION, ArenaLayout, core_tensors
+from sparkd.store.plan import make_plan
+from sparkd.store.server import open_arena
 
 MODELS = ["qwen35moe-tiny-s1-q4_k_m", "laguna-tiny-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m", "qwen35moe-tinyk-s1-mxfp4_moe"]
 
@@ -201,3 +205,13 @@ def test_a_region_of_the_wrong_size_is_not_laid_out(model_path):
     layout = ArenaLayout.of(program, model)
     with Region.create(layout.total_bytes - PAGE) as region, pytest.raises(ValueError, match="the layout needs"):
         Arena.create(region, model, program, layout)
+
+
+def test_a_store_takes_no_other_model_than_was_planned_even_of_the_same_size(model_path):
+    settings = Settings(model=ModelSettings(path=str(model_path("qwen35moe-tiny-s1-q4_k_m"))))
+    plan = make_plan(settings, limits=[Limit("limit", GIB)])
+    with Region.create(plan.arena_bytes) as region:
+        for _ in range(2):  # an empty region, then one that is laid out
+            with pytest.raises(ModelFileError, match=f"{plan.path}: changed since .* {plan.fingerprint} now, not 00ab"):
+                open_arena(region, settings, "00ab")
+            assert open_arena(region, settings, plan.fingerprint).model.fingerprint == plan.fingerprint
