@@ -106,7 +106,7 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "output_tokens": "tokens of the output; a stop string's own are counted though their text is not sent",
         "seed": "the seed that was used: with it, everything else being equal, the same tokens come again",
         "timings": "where the time went",
-        "hit_rate": "share of the experts needed that were in the fastest memory, 0 to 1; nil: not known",
+        "hit_rate": "share of the experts that output tokens went to which were in memory, 0 to 1; nil: none was read",
         "resumed": "how often a worker was lost under it and the request went on with another",
     },
     m.Failed: {

@@ -52,7 +52,7 @@ class Output:
     `request` is the daemon's id, `position` the number of requests before it when it was accepted. `text`, `tokens` and
     (where log probabilities were asked for) `choices` grow; where parts were asked for so do `reasoning` and `calls`,
     and `text` has neither thought nor call. `finish_reason` (stop, length, cancelled), `stop_string`, `usage`,
-    `timings`, `seed` and `hit_rate` (share of the needed experts that were in fast memory) are None until the end.
+    `timings`, `seed` and `hit_rate` (share of the experts its tokens went to that were there) are None until the end.
     """
 
     def __init__(self, accepted: m.Accepted) -> None:

@@ -64,12 +64,11 @@ class RecordRefused(UnavailableError):
     continued from there. `rows` are those that the expert was chosen for: the others need not meet it again.
     """
 
-    def __init__(self, layer: int, expert: int, reason: str, rows: Sequence[int] = ()) -> None:
+    def __init__(self, what: str, layer: int, expert: int, rows: Sequence[int] = ()) -> None:
         self.layer = layer
         self.expert = expert
-        self.reason = reason
         self.rows = tuple(rows)
-        super().__init__(f"expert {expert} of expert layer {layer} cannot be had: {reason}")
+        super().__init__(what)
 
 
 class Stager(Protocol):
@@ -104,6 +103,6 @@ class Executor(Protocol):
     def step(self, batch: Batch) -> StepResult:
         """Run all rows; state of the batch's sequences advances.
 
-        Any error but RecordRefused is raised before any state changes.
+        What is wrong with a batch is raised before any state changes; RecordRefused, and errors of a stager, later.
         """
         ...

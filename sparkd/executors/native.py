@@ -137,7 +137,7 @@ class NativeExecutor:
                 self._plan.compute(arrived, addresses)
         except RecordRefused as error:
             rows = self._plan.waiting_rows(error.expert)
-            raise RecordRefused(error.layer, error.expert, error.reason, rows) from None
+            raise RecordRefused(error.what, error.layer, error.expert, rows) from None
 
     def trace(self, value: ops.Value) -> NDArray[np.float32]:
         """A kept value of the last step, float32 [rows, width]."""

@@ -235,13 +235,17 @@ class Stage:
 
 @message("staged")
 class Staged:
-    """Slot and generation of each record asked for, in order, leased until Release(lease)."""
+    """Slot and generation of each record asked for, in order, leased until Release(lease).
+
+    With an error there is no lease. `refused`: the record (expert layer, expert) that cannot be read, if that is why.
+    """
 
     batch: int
     lease: int
     slots: list[int]
     generations: list[int]
     error: str | None = None
+    refused: list[int] | None = None
 
 
 @message("release")

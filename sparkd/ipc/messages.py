@@ -186,7 +186,7 @@ class Timings:
 class Finished:
     """The end of a request: `reason` is stop (end token or stop string), length, or cancelled.
 
-    `hit_rate`: share of the experts its tokens were routed to that were resident (None: none was routed);
+    `hit_rate`: share of the experts its output tokens went to that were there without a wait (None: none were read);
     `resumed`: how often a worker that ended was replaced under it.
     """
 

@@ -145,18 +145,30 @@ class Router:
 class Channel:
     """A connected socket with one other side."""
 
-    def __init__(self, socket: zmq.Socket[bytes], where: Path) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], where: Path, watched: bool = False) -> None:
         self.socket = socket
         self.where = where
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._events: zmq.Socket[bytes] | None = None
+        if watched:
+            self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._poller.register(self._events, zmq.POLLIN)
 
     @staticmethod
-    def dealer(context: zmq.Context[zmq.Socket[bytes]], path: Path, identity: bytes = b"") -> Channel:
-        """Connect to a Router; `identity` is the routing id it will see (empty: drawn at random)."""
+    def dealer(
+        context: zmq.Context[zmq.Socket[bytes]], path: Path, identity: bytes = b"", watched: bool = False
+    ) -> Channel:
+        """Connect to a Router, and again to its successors; `identity` is the routing id they see (empty: drawn).
+
+        `watched`: `interrupted` is going to be asked.
+        """
         socket = _socket(context, zmq.DEALER, HIGH_WATER)
         if identity:
             socket.setsockopt(zmq.ROUTING_ID, identity)
+        channel = Channel(socket, path, watched)
         socket.connect(f"ipc://{path}")
-        return Channel(socket, path)
+        return channel
 
     def send(self, msg: Message, wait_s: float = 0.0) -> None:
         """Queue `msg`; when the queue is full wait up to `wait_s` seconds, then PeerSlow."""
@@ -169,16 +181,34 @@ class Channel:
             self.socket.send(data, zmq.NOBLOCK)
 
     def receive(self, wait_s: float = 0.0) -> Message | None:
-        """The next message, None when there is none within `wait_s` seconds. Malformed when it is no message."""
-        if wait_s and not self.socket.poll(int(wait_s * 1000)):
+        """The next message, None when there is none within `wait_s` seconds. Malformed when it is no message.
+
+        Also None as soon as `interrupted` has something to tell.
+        """
+        if wait_s and not self._poller.poll(int(wait_s * 1000)):
             return None
         try:
             return _decode(b"", self.socket.recv_multipart(zmq.NOBLOCK), messages.INTERNAL_MAX_BYTES)
         except zmq.Again:
             return None
 
+    def interrupted(self) -> bool:
+        """Whether the other side has gone away since the last call, and what was said to it may be lost.
+
+        What its successor sends is never received before this is true.
+        """
+        assert self._events is not None, "the channel is not watched"
+        gone = False
+        while self._events.poll(0):
+            self._events.recv_multipart()
+            gone = True
+        return gone
+
     def close(self, flush_s: float = 0.0) -> None:
         """Close; up to `flush_s` seconds are given (when the context ends) to what was not sent yet."""
+        if self._events is not None:
+            self.socket.disable_monitor()
+            self._events.close(linger=0)
         self.socket.close(linger=int(flush_s * 1000))
 
 

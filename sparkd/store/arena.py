@@ -56,6 +56,10 @@ class Arena:
         self.layout = layout
         self.directory = directory
         self._words: NDArray[np.uint64] = region.array(0, PAGE // 8, np.uint64)
+        slabs = [layout.slabs[layer.slab] for layer in layout.layers]
+        # Of the slab of each expert layer: address of the first slot, bytes from one slot to the next.
+        self._first = np.array([region.address + slab.offset for slab in slabs], np.uint64).reshape(-1, 1)
+        self._record_bytes = np.array([slab.record_bytes for slab in slabs], np.uint64).reshape(-1, 1)
 
     @staticmethod
     def present(region: Region) -> bool:
@@ -124,15 +128,19 @@ class Arena:
 
     def records(self) -> list[NDArray[np.uint64]]:
         """For each expert layer the addresses of its records in this process, uint64 [experts]; 0: not resident."""
-        words = self.directory.snapshot()
-        resident = words >> np.uint64(62) == State.RESIDENT
+        rows = self.addresses(self.directory.snapshot())
+        return [row[: layer.experts] for row, layer in zip(rows, self.layout.layers, strict=True)]
+
+    def addresses(self, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The address in this process that each word of the directory stands for, uint64 [layers, experts]; 0: none."""
         slots = words & np.uint64(0xFFFFFFFF)
-        addresses = []
-        for layer, records in enumerate(self.layout.layers):
-            slab = self.layout.slabs[records.slab]
-            places = np.uint64(self.region.address + slab.offset) + slots[layer] * np.uint64(slab.record_bytes)
-            addresses.append(np.where(resident[layer], places, np.uint64(0))[: records.experts])
-        return addresses
+        return np.where(
+            words >> np.uint64(62) == State.RESIDENT, self._first + slots * self._record_bytes, np.uint64(0)
+        )
+
+    def address(self, layer: int, slot: int) -> int:
+        """The address in this process of slot `slot` of the slab that holds expert layer `layer`."""
+        return self.region.address + self.layout.record(layer, slot)
 
 
 def _header(fingerprint: str, layout: ArenaLayout, shards: int) -> NDArray[np.uint64]:

@@ -80,7 +80,8 @@ class StoreService:
                 case Refuse(lease, record, reason):
                     del self._leases[lease]
                     where = f"expert {record.expert} of expert layer {record.layer}"
-                    staged = Staged(asked.batch, 0, [], [], f"{where} cannot be had: {reason}"[:500])
+                    error = f"{where} cannot be had: {reason}"[:500]
+                    staged = Staged(asked.batch, 0, [], [], error, [record.layer, record.expert])
             due.append((asked.peer, staged))
         return due
 

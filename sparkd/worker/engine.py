@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkd.errors import RequestError
-from sparkd.executors.base import Batch, Executor, RowKind, Segment, StepResult
+from sparkd.errors import RequestError, SparkError
+from sparkd.executors.base import Batch, Executor, RecordRefused, RowKind, Segment, StepResult
 from sparkd.ipc.internal import Admitted, Done, Prefilled, Produced, Refused
 from sparkd.ipc.messages import Choice, Message, Part
 from sparkd.text.answer import joined
@@ -135,10 +135,14 @@ class Engine:
             return events
         batch = self._batch(step)
         began = self._clock()
-        with self._steps:
-            result = self._executor.step(batch)
+        try:
+            with self._steps:
+                result = self._executor.step(batch)
+        except RecordRefused as error:
+            return events + self._give_up(step, error)
         now = self._clock()
         self._account(step, now - began)
+        self._count_hits(step, result)
         self._report_routing(step, result)
         logits = iter(result.logits)
         for piece in step.pieces:
@@ -189,6 +193,32 @@ class Engine:
         else:
             self.prefill.add(step.chunk.rows, seconds)
             self.counts.prompt_tokens += step.chunk.rows
+
+    def _count_hits(self, step: Step, result: StepResult) -> None:
+        layers, _, top_k = result.experts.shape
+        for piece, waited in zip(step.decode, result.waited.tolist(), strict=False):
+            piece.sequence.uses += layers * top_k
+            piece.sequence.waited += waited
+
+    def _give_up(self, step: Step, error: RecordRefused) -> list[Message]:
+        """A step failed half-way: fail the sequences that need the record, and let the others begin again.
+
+        Their ids are known, their state is not: it has advanced by a part of the step.
+        """
+        events: list[Message] = []
+        row = 0
+        others = []
+        for piece in step.pieces:
+            if any(row <= needs < row + piece.rows for needs in error.rows):
+                events.append(self._fail(piece.sequence, error))
+            else:
+                others.append(piece.sequence)
+            row += piece.rows
+        for sequence in reversed(others):
+            self._drop(sequence)
+            sequence.begin_again()
+            self._waiting.appendleft(sequence)
+        return events
 
     def _report_routing(self, step: Step, result: StepResult) -> None:
         rows = result.experts.shape[1]
@@ -258,12 +288,11 @@ class Engine:
             output_tokens=sequence.outputs,
             seed=sequence.sampling.seed,
             timings=sequence.clock.timings(self._clock()),
-            # No worker serves before every record is resident.
-            hit_rate=1.0 if sequence.computed else None,
+            hit_rate=sequence.hit_rate,
             parts=parts,
         )
 
-    def _fail(self, sequence: Sequence, error: RequestError) -> Message:
+    def _fail(self, sequence: Sequence, error: SparkError) -> Message:
         self._drop(sequence)
         self.counts.failed += 1
         return Refused(sequence.request, error.code, str(error))

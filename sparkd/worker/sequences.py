@@ -60,10 +60,17 @@ class Sequence:
     answer: AnswerParser | None = None
     known: int = field(init=False)
     computed: int = 0
+    #: Experts that decode rows went to, and how many of them the step had to wait for.
+    uses: int = 0
+    waited: int = 0
     holding: Holding | None = None
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)
+
+    def begin_again(self) -> None:
+        """Nothing of the ids so far counts as read."""
+        self.computed, self.known = 0, len(self.tokens)
 
     @property
     def outputs(self) -> int:
@@ -74,6 +81,11 @@ class Sequence:
     def positions(self) -> int:
         """The most positions the sequence can come to hold."""
         return self.prompt + self.max_tokens
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the experts of decode rows that were there when the step came to them; None before the first."""
+        return 1 - self.waited / self.uses if self.uses else None
 
     @property
     def decoding(self) -> bool:

@@ -1,6 +1,6 @@
 """The worker at work: messages in, one step at a time, results out.
 
-    waiting for the store ──Attached──► building ──► waiting for weights ──all resident──► serving
+    waiting for the store ──Attached──► building ──► waiting for weights ──all that must be there──► serving
 
 Text work has a thread of its own (`Desk`), heartbeats have theirs (`Child`); everything else happens here, between two
 steps: a cancelled request costs one more step at most.
@@ -46,6 +46,7 @@ from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.engine import Engine, Routing
 from sparkd.worker.scheduler import Scheduler
 from sparkd.worker.sequences import Sequence
+from sparkd.worker.stager import StoreStager
 from sparkd.worker.state import PoolSize, StatePool
 from sparkd.worker.threads import count_threads
 
@@ -82,7 +83,8 @@ class WorkerServer:
         self._child = child
         self._settings = Settings.from_json(given.settings)
         self._region = Region.map(given.arena_fd)
-        self._store = Channel.dealer(child.context, given.run_dir.store)
+        self._store = Channel.dealer(child.context, given.run_dir.store, watched=True)
+        self._stager: StoreStager | None = None
         #: The way to the calibrator; None where there is none.
         self._ring = None if given.routing_fd == -1 else RoutingRing(Region.map(given.routing_fd))
         self._desk: Desk | None = None
@@ -127,10 +129,13 @@ class WorkerServer:
         return None
 
     def _wait_for_weights(self, arena: Arena) -> bool:
-        """True once every record is resident; false when told to stop before."""
+        """True once all is there that no step can wait for: core, and every record unless some have no slot.
+
+        False when told to stop before.
+        """
         records = sum(layer.experts for layer in arena.program.expert_layers)
         while self._child.running:
-            if arena.core_loaded and sum(arena.directory.residents()) == records:
+            if arena.core_loaded and (arena.layout.partial or sum(arena.directory.residents()) == records):
                 return True
             self._answer_queries(_POLL_S)
         return False
@@ -156,7 +161,11 @@ class WorkerServer:
         threads = count_threads(settings.cpu.threads)
         isa = available()[0] if settings.cpu.isa == "auto" else settings.cpu.isa
         memory = StateMemory.allocate(layout, size.pages, size.records)
-        executor = NativeExecutor(program, arena, layout, memory, max_rows=STEP_ROWS, threads=threads, isa=isa)
+        if arena.layout.partial:
+            self._stager = StoreStager(arena, self._store, _WORKER, self._child.went_on)
+        executor = NativeExecutor(
+            program, arena, layout, memory, max_rows=STEP_ROWS, threads=threads, isa=isa, stager=self._stager
+        )
         scheduler = Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000)
         engine = Engine(
             executor,
@@ -224,7 +233,12 @@ class WorkerServer:
             self._child.send(msg)
 
     def _report_routing(self, routing: Routing) -> None:
-        """Hand a step's routing to the calibrator, or drop it whole and count that: decoding never waits for it."""
+        """Hand a step's routing to the calibrator, or drop it whole and count that: decoding never waits for it.
+
+        Where records come and go, the store is told as well.
+        """
+        if self._stager is not None:
+            self._stager.used(routing.step, routing.decode, routing.ids)
         if self._ring is not None:
             _, rows, top_k = routing.ids.shape
             ids = np.ascontiguousarray(routing.ids, "<i2").tobytes()

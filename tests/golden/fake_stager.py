@@ -53,7 +53,7 @@ class FakeStager:
             count = int(self._rng.integers(1, len(self._pending) + 1))
             part, self._pending = self._pending[:count], self._pending[count:]
             if self.refuse is not None and self.refuse[0] == layer and self.refuse[1] in part:
-                raise RecordRefused(*self.refuse, "the disk is broken")
+                raise RecordRefused("the disk is broken", *self.refuse)
             copies = [self._copy(self.records[layer][expert]) for expert in part]
             self.parts += 1
             yield part, [copy.ctypes.data for copy in copies]

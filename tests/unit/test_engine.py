@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparkd.errors import RequestError
-from sparkd.executors.base import Batch, RowKind, StepResult
+from sparkd.executors.base import Batch, RecordRefused, RowKind, StepResult
 from sparkd.graph.program import ConvState, KvCache, Program
 from sparkd.graph.state import StateLayout
 from sparkd.ipc.directory import StepCounter
@@ -37,6 +37,9 @@ class FakeExecutor:
     """The best next token is (sum of all ids so far + position) mod VOCAB; remembers ids per state record."""
 
     def __init__(self, poison: int | None = None) -> None:
+        #: Sequences whose first id this is need a record that cannot be had, from the step of this number on.
+        self.refused: tuple[int, int] | None = None
+        self.waited: list[int] = []
         self.read: dict[int, list[int]] = {}
         self.batches: list[Batch] = []
         self.poison = poison
@@ -55,9 +58,20 @@ class FakeExecutor:
                 if row in batch.logits_rows:
                     logits.append(self.logits(ids))
                 row += 1
+        if self.refused is not None and len(self.batches) >= self.refused[1]:
+            self.refuse(batch, self.refused[0])
         experts = np.zeros((1, len(batch.tokens), 2), np.int16)
-        waited = np.zeros(len(batch.tokens), np.int32)
+        waited = np.resize(np.array(self.waited or [0], np.int32), len(batch.tokens))
         return StepResult(np.array(logits, np.float32).reshape(-1, VOCAB), experts, waited)
+
+    def refuse(self, batch: Batch, first: int) -> None:
+        row, rows = 0, []
+        for segment in batch.segments:
+            if self.read[segment.state][0] == first:
+                rows.append(row + segment.length - 1)
+            row += segment.length
+        if rows:
+            raise RecordRefused("expert 3 of expert layer 0 cannot be had: it burns", 0, 3, rows)
 
     def logits(self, ids: list[int]) -> np.ndarray:
         row = np.zeros(VOCAB, np.float32)
@@ -337,14 +351,36 @@ def test_a_request_waits_until_its_state_fits_and_one_that_never_can_is_refused_
     assert needed > there
 
 
-def test_the_share_of_experts_that_were_resident_is_told_where_any_was_needed() -> None:
-    bench = Bench(limit=1)
-    bench.submit(1, [1] * 20, max_tokens=3)
-    bench.submit(2, [2], max_tokens=3)
-    bench.engine.step()
-    (aborted,) = bench.engine.abort(2)
-    assert isinstance(aborted, Done) and aborted.hit_rate is None
-    assert done(bench.run(), 1).hit_rate == 1.0
+def test_the_share_of_experts_that_decode_rows_did_not_wait_for_is_told_where_there_were_any() -> None:
+    bench = Bench(limit=2)
+    bench.executor.waited = [1, 0]
+    bench.submit(1, [1] * 2, max_tokens=4)
+    bench.submit(2, [2] * 2, max_tokens=3)
+    bench.submit(3, [3], max_tokens=1)
+    events = bench.run()
+    # Of three and of two decode rows, the first of a step waited for one of two experts.
+    beside = [sum(s.kind is RowKind.DECODE for s in b.segments) for b in bench.executor.batches]
+    assert beside == [0, 1, 2, 2, 0]
+    assert done(events, 1).hit_rate == 0.5
+    assert done(events, 2).hit_rate == 1.0
+    assert done(events, 3).hit_rate is None
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_record_that_cannot_be_had_fails_who_needs_it_and_the_others_begin_again(number: int) -> None:
+    bench = Bench(limit=3)
+    bench.executor.refused = (9, number)
+    prompts = {1: [1] * 5, 2: [9] * 6, 3: [3] * 20, 4: [9, 4]}
+    for request, prompt in prompts.items():
+        bench.submit(request, prompt, max_tokens=7)
+    events = bench.run()
+    refused = {e.request: e for e in events if isinstance(e, Refused)}
+    assert set(refused) == {2, 4}
+    assert all(e.code == "unavailable" and e.message.endswith("it burns") for e in refused.values())
+    for request in (1, 3):
+        assert tokens(events, request) == continuation(prompts[request], 7)
+        assert [e.index for e in events if isinstance(e, Produced) and e.request == request] == list(range(7))
+        assert done(events, request).reason == "length"
 
 
 def test_routing_says_which_rows_count_as_decode() -> None:
