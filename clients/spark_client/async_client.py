@@ -13,7 +13,7 @@ from spark_client.address import find_socket
 from spark_client.async_link import AsyncLink, Mail
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
 from spark_client.output import Output, checked, text_of
-from spark_client.protocol import CONNECTION, Protocol
+from spark_client.protocol import CONNECTION, RETRY_S, Protocol
 from spark_client.requests import Parameters, answering, continuing
 
 _T = TypeVar("_T")
@@ -31,10 +31,19 @@ class AsyncClient:
     (or by `connect`). A task that is cancelled while it waits for a request takes the request along.
     """
 
-    def __init__(self, path: str | Path | None = None, *, timeout: float = 10.0, name: str = "spark_client") -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        timeout: float = 10.0,
+        name: str = "spark_client",
+        reconnect: bool = False,
+    ) -> None:
         self.path = Path(path) if path is not None else find_socket()
         self._timeout = timeout
         self._name = name
+        self._reconnect = reconnect
+        self._connecting = asyncio.Lock()
         self._link = AsyncLink(self.path)
         self._server: m.Welcome | None = None
 
@@ -47,14 +56,39 @@ class AsyncClient:
 
     async def connect(self) -> Self:
         """Connect and agree on a version; ConnectionFailed. `close` must follow."""
-        await self._link.open()
-        try:
-            self._server = await self._welcome(self._link.hello(self._name))
-            self._link.forget(CONNECTION)
-        except BaseException:
-            await self._link.close()
-            raise
+        await self._open(self._link)
         return self
+
+    async def _open(self, link: AsyncLink) -> None:
+        await link.open()
+        try:
+            self._server = await self._welcome(link.hello(self._name))
+            link.forget(CONNECTION)
+        except BaseException:
+            await link.close()
+            raise
+
+    async def _connected(self) -> AsyncLink:
+        """The link, a new one if that is lost and may be replaced."""
+        if self._server is None:
+            raise SparkClientError("the client is not connected: use it in 'async with', or await connect() first")
+        if not self._reconnect:
+            return self._link
+        async with self._connecting:
+            clock = asyncio.get_running_loop().time
+            deadline = clock() + self._timeout
+            while self._link.lost:
+                link = AsyncLink(self.path)
+                try:
+                    await self._open(link)
+                except ConnectionFailed:
+                    if clock() >= deadline:
+                        raise
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    lost, self._link = self._link, link
+                    await lost.close()
+            return self._link
 
     async def generate(
         self, prompt: str | None = None, *, tokens: Sequence[int] | None = None, **parameters: Unpack[Parameters]
@@ -83,6 +117,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Leave; the daemon ends what still runs. Streams that are read afterwards raise SparkClientError."""
+        self._reconnect = False
         await self._link.close()
 
     async def __aenter__(self) -> Self:
@@ -105,29 +140,28 @@ class AsyncClient:
         return checked(answer, m.Welcome, self.path)
 
     async def _start(self, fields: Mapping[str, Any]) -> AsyncStream:
-        tag, mail = self._call(lambda protocol: protocol.generate(**fields))
+        link, tag, mail = await self._call(lambda protocol: protocol.generate(**fields))
         try:
             accepted = await self._answer(mail, m.Accepted)
         except RequestFailed:
-            self._link.forget(tag)
+            link.forget(tag)
             raise
         except BaseException:
-            self._link.cancel(tag, forget=True)
+            link.cancel(tag, forget=True)
             raise
-        return AsyncStream(self._link, tag, mail, accepted)
+        return AsyncStream(link, tag, mail, accepted)
 
     async def _ask(self, start: Callable[[Protocol], int], kind: type[_T]) -> _T:
-        tag, mail = self._call(start)
+        link, tag, mail = await self._call(start)
         try:
             return await self._answer(mail, kind)
         finally:
-            self._link.forget(tag)
+            link.forget(tag)
 
-    def _call(self, start: Callable[[Protocol], int]) -> tuple[int, Mail]:
-        if self._server is None:
-            raise SparkClientError("the client is not connected: use it in 'async with', or await connect() first")
+    async def _call(self, start: Callable[[Protocol], int]) -> tuple[AsyncLink, int, Mail]:
+        link = await self._connected()
         try:
-            return self._link.call(start)
+            return link, *link.call(start)
         except m.MessageError as error:
             raise SparkClientError(str(error)) from None
 

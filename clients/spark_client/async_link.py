@@ -15,7 +15,7 @@ from spark_client import messages as m
 from spark_client.address import probe
 from spark_client.errors import ConnectionFailed, SparkClientError
 from spark_client.lease import Lease
-from spark_client.protocol import CONNECTION, Protocol
+from spark_client.protocol import CONNECTION, LOST, Protocol
 
 Mail = asyncio.Queue["m.Message | SparkClientError"]
 
@@ -35,6 +35,11 @@ class AsyncLink:
         self._socket: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the daemon is gone, and this connection with it."""
+        return isinstance(self._error, ConnectionFailed)
 
     async def open(self) -> None:
         """Connect. ConnectionFailed when nobody listens."""
@@ -142,7 +147,7 @@ class AsyncLink:
             if heard:
                 self._lease.heard()
             elif monitor in ready:
-                raise ConnectionFailed(f"{self._path}: the daemon closed the connection or ended")
+                raise ConnectionFailed(f"{self._path}: {LOST}")
             elif self._lease.over(now):
                 raise ConnectionFailed(f"{self._path}: the daemon has not answered for {self._lease.seconds:.0f} s")
             if self._lease.ping_due(now):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from spark_client.address import find_socket
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
 from spark_client.link import Link, Mail
 from spark_client.output import Output, checked, text_of
-from spark_client.protocol import CONNECTION, Protocol
+from spark_client.protocol import CONNECTION, RETRY_S, Protocol
 from spark_client.requests import Parameters, answering, continuing
 
 _T = TypeVar("_T")
@@ -29,20 +30,55 @@ class Client:
 
     It may be shared between threads and carry several streams at once. Without `path` the socket is looked up
     (`address.find_socket`). `timeout` (seconds) bounds every wait for an answer of the daemon, not the generating;
-    that ends when the daemon stops answering pings. Raises ConnectionFailed. A connection that is lost stays lost, and
-    what was asked on it with it: make a new client, and ask again.
+    that ends when the daemon stops answering pings. Raises ConnectionFailed.
+
+    When the daemon ends, what was asked of it is lost: streams and calls that wait raise ConnectionFailed. The
+    connection stays lost; but with `reconnect` the next call makes a new one, for which it gives a daemon that is being
+    started again `timeout` seconds. Nothing is ever asked twice: what was lost the app asks again, if it wants to.
     """
 
-    def __init__(self, path: str | Path | None = None, *, timeout: float = 10.0, name: str = "spark_client") -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        timeout: float = 10.0,
+        name: str = "spark_client",
+        reconnect: bool = False,
+    ) -> None:
         self.path = Path(path) if path is not None else find_socket()
         self._timeout = timeout
-        self._link = Link(self.path)
+        self._name = name
+        self._reconnect = reconnect
+        self._connecting = threading.Lock()
+        self._link, self.server = self._connect()
+
+    def _connect(self) -> tuple[Link, m.Welcome]:
+        link = Link(self.path)
         try:
-            self.server = self._welcome(self._link.hello(name))
-            self._link.forget(CONNECTION)
+            server = self._welcome(link.hello(self._name))
+            link.forget(CONNECTION)
         except BaseException:
-            self._link.close()
+            link.close()
             raise
+        return link, server
+
+    def _connected(self) -> Link:
+        """The link, a new one if that is lost and may be replaced."""
+        if not self._reconnect:
+            return self._link
+        with self._connecting:
+            deadline = time.monotonic() + self._timeout
+            while self._link.lost:
+                try:
+                    link, self.server = self._connect()
+                except ConnectionFailed:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(RETRY_S)
+                else:
+                    self._link.close()
+                    self._link = link
+            return self._link
 
     def _welcome(self, mail: Mail) -> m.Welcome:
         try:
@@ -87,6 +123,7 @@ class Client:
 
     def close(self) -> None:
         """Leave; the daemon ends what still runs. Streams that are read afterwards raise SparkClientError."""
+        self._reconnect = False
         self._link.close()
 
     def __enter__(self) -> Self:
@@ -96,27 +133,28 @@ class Client:
         self.close()
 
     def _start(self, fields: Mapping[str, Any]) -> Stream:
-        tag, mail = self._call(lambda protocol: protocol.generate(**fields))
+        link, tag, mail = self._call(lambda protocol: protocol.generate(**fields))
         try:
             accepted = self._answer(mail, m.Accepted)
         except RequestFailed:
-            self._link.forget(tag)
+            link.forget(tag)
             raise
         except BaseException:
-            self._link.cancel(tag, forget=True)
+            link.cancel(tag, forget=True)
             raise
-        return Stream(self._link, tag, mail, accepted)
+        return Stream(link, tag, mail, accepted)
 
     def _ask(self, start: Callable[[Protocol], int], kind: type[_T]) -> _T:
-        tag, mail = self._call(start)
+        link, tag, mail = self._call(start)
         try:
             return self._answer(mail, kind)
         finally:
-            self._link.forget(tag)
+            link.forget(tag)
 
-    def _call(self, start: Callable[[Protocol], int]) -> tuple[int, Mail]:
+    def _call(self, start: Callable[[Protocol], int]) -> tuple[Link, int, Mail]:
+        link = self._connected()
         try:
-            return self._link.call(start)
+            return link, *link.call(start)
         except m.MessageError as error:
             raise SparkClientError(str(error)) from None
 

@@ -19,7 +19,7 @@ from spark_client import messages as m
 from spark_client.address import probe
 from spark_client.errors import ConnectionFailed, SparkClientError
 from spark_client.lease import Lease
-from spark_client.protocol import CONNECTION, Protocol
+from spark_client.protocol import CONNECTION, LOST, Protocol
 
 Mail = queue.SimpleQueue["m.Message | SparkClientError"]
 
@@ -42,6 +42,12 @@ class Link:
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="spark-client", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the daemon is gone, and this connection with it."""
+        with self._lock:
+            return isinstance(self._error, ConnectionFailed)
 
     def call(self, start: Callable[[Protocol], int]) -> tuple[int, Mail]:
         """Start a call; returns its tag and the queue of its messages."""
@@ -143,7 +149,7 @@ class Link:
                 if heard:
                     self._lease.heard()
                 elif monitor in ready:
-                    raise ConnectionFailed(f"{self._path}: the daemon closed the connection or ended")
+                    raise ConnectionFailed(f"{self._path}: {LOST}")
                 elif self._lease.over(now):
                     raise ConnectionFailed(f"{self._path}: the daemon has not answered for {self._lease.seconds:.0f} s")
                 if self._lease.ping_due(now):
@@ -187,7 +193,7 @@ class Link:
                 sock.send(data, zmq.NOBLOCK)
         except zmq.Again:
             # There is no high-water mark: nobody is connected any more.
-            raise ConnectionFailed(f"{self._path}: the daemon closed the connection or ended") from None
+            raise ConnectionFailed(f"{self._path}: {LOST}") from None
         return not closing
 
     def _fail(self, error: SparkClientError) -> None:

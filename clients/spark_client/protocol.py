@@ -20,6 +20,10 @@ from spark_client import messages as m
 
 #: Tag of messages that concern the connection as a whole.
 CONNECTION = 0
+#: What a lost connection means.
+LOST = "the daemon closed the connection or ended, what was asked of it is lost"
+#: Seconds between two attempts to reach a daemon that is being started again.
+RETRY_S = 0.05
 #: Chunks the server may send ahead of the consumer.
 CREDIT = 64
 

@@ -255,6 +255,26 @@ def test_a_daemon_that_ends_fails_every_stream_at_once(fake_daemon: Start) -> No
     using(daemon.path, body)
 
 
+def test_a_client_that_may_reconnects_with_its_next_call_and_asks_nothing_twice(fake_daemon: Start) -> None:
+    first = fake_daemon(endless=True)
+    started: list[Any] = []
+
+    async def body(client: AsyncClient) -> None:
+        stream = await client.generate("x")
+        first.__exit__()
+        with pytest.raises(ConnectionFailed, match="what was asked of it is lost"):
+            await stream.read()
+        waiting = [asyncio.create_task(client.tokenize(text)) for text in "ab"]
+        await asyncio.sleep(0.1)
+        started.append(fake_daemon())
+        assert await asyncio.gather(*waiting) == [[97], [98]]
+        assert await (await client.generate("y")).read() == "Hello, world"
+
+    using(first.path, body, reconnect=True, timeout=60.0)
+    assert [ask.prompt for ask in started[0].of(m.Generate)] == ["y"]
+    assert len(started[0].of(m.Hello)) == 1
+
+
 def test_a_daemon_that_hangs_is_noticed_when_its_lease_has_passed(fake_daemon: Start) -> None:
     daemon = fake_daemon(endless=True, lease_s=2.0)
 

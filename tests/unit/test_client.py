@@ -250,6 +250,40 @@ def test_a_daemon_that_ends_fails_every_stream_at_once(fake_daemon: Start) -> No
             client.status()
 
 
+def test_a_client_that_may_reconnects_with_its_next_call_and_asks_nothing_twice(fake_daemon: Start) -> None:
+    first = fake_daemon(endless=True)
+    threads = threading.active_count() - 1
+    with Client(first.path, reconnect=True, timeout=60.0) as client:
+        stream = client.generate("x")
+        first.__exit__()
+        with pytest.raises(ConnectionFailed, match="what was asked of it is lost"):
+            stream.read()
+        starting = threading.Timer(0.3, lambda: started.append(fake_daemon(status={"state": "ready"})))
+        started: list[Any] = []
+        starting.start()
+        assert client.status() == {"state": "ready"}  # waits until it is there
+        starting.join()
+        assert client.generate("y").read() == "Hello, world"
+        assert [ask.prompt for ask in started[0].of(m.Generate)] == ["y"]
+        stream.close()
+    assert threading.active_count() <= threads + 1
+    with pytest.raises(SparkClientError, match="the client is closed"):
+        client.status()
+
+
+def test_reconnecting_is_given_up_when_no_daemon_comes(fake_daemon: Start) -> None:
+    daemon = fake_daemon(endless=True)
+    with Client(daemon.path, reconnect=True, timeout=0.3) as client:
+        stream = client.generate("x")
+        daemon.__exit__()
+        with pytest.raises(ConnectionFailed, match="is lost"):
+            stream.read()
+        with pytest.raises(ConnectionFailed, match="no daemon listens at"):
+            client.status()
+    with pytest.raises(ConnectionFailed):
+        client.status()
+
+
 def test_a_daemon_that_hangs_is_noticed_when_its_lease_has_passed(fake_daemon: Start) -> None:
     daemon = fake_daemon(endless=True, lease_s=2.0)
     with Client(daemon.path) as client:
