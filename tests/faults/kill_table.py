@@ -55,6 +55,7 @@ class Streams:
     """Streams of two apps at once, always the same; what they give undisturbed is the measure of all others."""
 
     def __init__(self, daemon: Daemon) -> None:
+        daemon.prepare()
         with daemon.client() as client:
             self.expected = [_read(self.start(client, n)).tokens for n in range(len(TOKENS))]
 

@@ -102,6 +102,7 @@ class Crowd:
 def test_a_crowd_without_manners_hangs_nobody_and_changes_no_token(
     served: Daemon, tmp_path: Path, apps: int, seconds: int
 ) -> None:
+    served.prepare()
     with served.client() as client:
         jobs_file = tmp_path / "jobs.json"
         jobs_file.write_text(json.dumps(jobs(client)))

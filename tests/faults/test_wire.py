@@ -116,6 +116,7 @@ class Neighbour(threading.Thread):
     ],
 )
 def test_nonsense_is_refused_with_a_reason_and_neither_hurts_nor_stays(served: Daemon, count: int) -> None:
+    served.prepare()
     with served.client() as client:
         alone = answer(client)
         before = {}

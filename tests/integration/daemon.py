@@ -71,6 +71,11 @@ class Daemon:
             until(lambda: client.status()["state"] == "ready", self.said)
         return self
 
+    def prepare(self) -> None:
+        """Have the worker build now what texts need, and what it would build when it has nothing to do."""
+        with self.client() as client:
+            client.chat([{"role": "user", "content": "Hello"}], max_tokens=1).read(PATIENCE_S)
+
     def status(self) -> dict[str, Any]:
         with self.client() as client:
             return client.status()
