@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import threading
 from pathlib import Path
 from typing import TypeAlias
@@ -27,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_tokenize(commands)
     _add_inspect(commands)
+    _add_plan(commands)
     _add_config(commands)
     _add_traffic(commands)
     _add_control(commands)
@@ -81,6 +83,39 @@ def _add_inspect(commands: _Commands) -> None:
     parser.add_argument("file", type=Path, help="GGUF file, any part of a split set, or a folder that holds one model")
     parser.add_argument("--layers", action="store_true", help="also list every block")
     _add_json(parser, "the report")
+
+
+def _add_plan(commands: _Commands) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        "tell what serving a model would take and how fast it would be; reads headers only, needs no daemon",
+        "  sparkctl plan model.gguf\n"
+        "  sparkctl plan model.gguf --gpu rtx-3090 --vram 16 --context 32768\n"
+        "  sparkctl plan model.gguf --host 16 --vram 8 --link pcie3x16 --json",
+    )
+    parser.add_argument(
+        "model", type=_path, help="GGUF file, any part of a split set, or a folder that holds one model"
+    )
+    parser.add_argument(
+        "--host", type=_size, metavar="GIB", help="host memory for the weights (default: what this machine has)"
+    )
+    parser.add_argument("--context", type=int, metavar="N", help="positions of a sequence (default: the setting)")
+    parser.add_argument("--sequences", type=int, metavar="N", help="sequences at once (default: the setting)")
+    parser.add_argument("--gpu", type=_text, metavar="NAME", help="a card, such as rtx-3090")
+    parser.add_argument(
+        "--vram", type=_size, metavar="GIB", help="memory of the card to use (default: all of it but a margin)"
+    )
+    parser.add_argument(
+        "--link", type=_text, metavar="NAME|GB/s", help="between host and card (default: the card's own; pcie4x16, 25)"
+    )
+    parser.add_argument("--ring", type=_slots, metavar="N", help="ring slots of each expert layer (default: 32)")
+    parser.add_argument("--host-bandwidth", type=_rate, metavar="GB/s", help="of the host's memory (default: 51.2)")
+    parser.add_argument("--disk-bandwidth", type=_rate, metavar="GB/s", help="of the disk (default: 3)")
+    parser.add_argument(
+        "--config", type=_path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
+    )
+    _add_json(parser, "bytes per tier, residency, hits, and every term of both speeds")
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -278,3 +313,25 @@ def _seconds(text: str) -> float:
     if not 0 < seconds <= threading.TIMEOUT_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+def _size(text: str) -> float:
+    return _number(text, 0, 65536, "a number of GiB")
+
+
+def _rate(text: str) -> float:
+    return _number(text, 1e-3, 1e6, "a number of GB/s")
+
+
+def _slots(text: str) -> int:
+    return int(_number(text, 0, 1 << 16, "a number of slots"))
+
+
+def _number(text: str, least: float, most: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} to {most:g}")
+    return value

@@ -31,6 +31,10 @@ def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             from sparkctl import inspect
 
             return inspect.run(args)
+        case "plan":
+            from sparkctl import plan
+
+            return plan.run(args)
         case "generate":
             from sparkctl import generate
 

@@ -1,0 +1,185 @@
+"""What a daemon with these settings will take of host memory, disk and a card, and how fast it will be.
+
+The host's side is the daemon's own plan (`store.plan`). The card's side is a prediction: this version has no GPU
+worker. Nothing but the headers of a model is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkd.calibration import profile
+from sparkd.calibration.counts import RoutingCounts, RoutingError
+from sparkd.config import Settings
+from sparkd.planning import hits, roofline
+from sparkd.planning.advice import device_advice, host_advice, largest_context
+from sparkd.planning.hardware import Gpu, Link
+from sparkd.planning.hits import Hits
+from sparkd.planning.roofline import PROMPT, Processor, Speed
+from sparkd.planning.shape import Shape
+from sparkd.planning.work import Work
+from sparkd.residency.budget import Fit, Limit
+from sparkd.residency.device_budget import DeviceBudget, usable
+from sparkd.store.plan import STEP_ROWS, kv_and_state, limits_here, model_name
+
+#: The part of a whole card that is left to driver, display and others (a 16 GiB RTX 5060 Ti shows 15.3 GiB free).
+CARD_MARGIN = 0.045
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card to plan for: how much of it may be used (None: all but a margin), its link, and slots of the ring."""
+
+    gpu: Gpu
+    link: Link
+    vram: int | None
+    ring_slots: int
+
+    def usable(self) -> tuple[int, str]:
+        """Bytes that may be planned, and a note when that is not what was asked for."""
+        if self.vram is None:
+            return usable(self.gpu.memory, self.gpu.memory, int(self.gpu.memory * CARD_MARGIN))
+        return usable(self.vram, self.gpu.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the model is to run on. `limits` of host memory: None are those of this machine and the settings."""
+
+    limits: Sequence[Limit] | None
+    processor: Processor
+    disk: Link
+    card: Card | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Sizes in bytes of what sequences keep, and the largest context (0: none) that would fit."""
+
+    positions: int
+    sequences: int
+    kv: int
+    state: int
+    largest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of one sequence: a token, a token when the ring catches nothing, and a chunk of a prompt."""
+
+    decode: Speed
+    without_ring: Speed
+    prefill: Speed
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """All that `sparkctl plan` tells. `device` None: there is no card, and `hits` are those in host memory.
+
+    `speeds` None: it does not fit, and `advice` says what would.
+    """
+
+    model: str
+    path: str
+    architecture: str
+    parameters: int
+    tensor_bytes: int
+    work: Work
+    context: Context
+    host: Fit
+    device: DeviceBudget | None
+    hits: Hits
+    speeds: Speeds | None
+    advice: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the daemon would start with these settings."""
+        return not self.host.missing and not (self.device and self.device.missing)
+
+
+def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = None) -> Forecast:
+    """The forecast for `settings` on `machine`; what does not fit is no error but said.
+
+    `shape` is the model of the settings where it is open already; else the errors of `open_model`.
+    """
+    shape = shape or Shape.open(settings)
+    notes = [*shape.model.notes, *shape.program.notes]
+    limits = limits_here(settings, shape.layout) if machine.limits is None else machine.limits
+    host = shape.host(settings, limits)
+    advice = host_advice(shape, settings, limits) if host.missing else []
+    device = None
+    card = machine.card
+    if card is not None:
+        vram, note = card.usable()
+        notes += [note] if note else []
+        device = shape.device(settings, vram, card.ring_slots)
+        advice += device_advice(shape, settings, vram, card.ring_slots)
+    expected = _hits(shape, device, _find_counts(shape))
+    position = min(PROMPT, settings.limits.context, shape.program.context)
+    fits = not host.missing and not (device and device.missing)
+    kv, state = kv_and_state(shape.program, settings)
+
+    def both_fit(changed: Settings) -> bool:
+        fits = not shape.host(changed, limits).missing
+        return fits and (device is None or not shape.device(changed, device.limit, device.ring_slots).missing)
+
+    return Forecast(
+        model=model_name(shape.model),
+        path=shape.model.where,
+        architecture=shape.model.architecture,
+        parameters=sum(tensor.elements for tensor in shape.model.tensors.values()),
+        tensor_bytes=shape.model.tensor_bytes,
+        work=shape.work,
+        context=Context(
+            min(settings.limits.context, shape.program.context),
+            settings.limits.sequences,
+            kv,
+            state,
+            largest_context(settings, shape.program.context, both_fit),
+        ),
+        host=host,
+        device=device,
+        hits=expected,
+        speeds=_speeds(shape.work, machine, device, expected, position) if fits else None,
+        advice=tuple(advice),
+        notes=tuple(notes),
+    )
+
+
+def _find_counts(shape: Shape) -> RoutingCounts | None:
+    """The profile that daemons of this user keep of the model; None when there is none that can be used."""
+    folder = profile.state_folder()
+    experts = max((stack.experts for stack in shape.work.stacks), default=0)
+    if folder is None or not experts:
+        return None
+    try:
+        return profile.read(folder, shape.model.fingerprint, len(shape.work.stacks), experts)
+    except (OSError, profile.DamagedError, RoutingError):
+        return None
+
+
+def _hits(shape: Shape, device: DeviceBudget | None, counts: RoutingCounts | None) -> Hits:
+    """Hits in the tier that matters most: the card's, or, without one, the host's, where everything is."""
+    experts = [stack.experts for stack in shape.work.stacks]
+    hot = experts if device is None else list(device.hot)
+    ring = 0 if device is None else device.ring_slots
+    if counts is None:
+        return hits.prior(hot, experts, ring)
+    return hits.counted(counts.decode.tolist(), counts.decode_rows, hot, experts, ring)
+
+
+def _speeds(work: Work, machine: Machine, device: DeviceBudget | None, expected: Hits, position: int) -> Speeds:
+    rows = min(STEP_ROWS, position)
+    if device is None or machine.card is None:
+        decode = roofline.cpu_decode(work, machine.processor, machine.disk, position, 1.0)
+        prefill = roofline.cpu_prefill(work, machine.processor, machine.disk, position // 2, rows, 1.0)
+        return Speeds(decode, decode, prefill)
+    gpu, link = machine.card.gpu, machine.card.link
+    return Speeds(
+        roofline.gpu_decode(work, gpu, link, position, expected.ring),
+        roofline.gpu_decode(work, gpu, link, position, expected.hot),
+        roofline.gpu_prefill(work, gpu, link, position // 2, rows, device.residency),
+    )

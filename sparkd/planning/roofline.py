@@ -1,0 +1,173 @@
+"""How fast a step is at best: amounts over rates, every term named. Pure.
+
+A decode step pays its terms one after another, since each layer waits for the one before. A prompt's chunk overlaps
+reading, computing and copying, so the slowest of those counts, and launches on top.
+
+Constants that were fitted, each to one figure: `LAUNCH_S` and `PROMPT_SHARE` to published ones (no card of ours was
+measured), `THREAD_BANDWIDTH` and `THREAD_OPERATIONS` to `bench/README.md`. `docs/plan.md` compares what they predict
+with all other figures there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkd.planning.hardware import Gpu, Link
+from sparkd.planning.work import Work
+
+#: The share of a memory's stated bandwidth that long reads reach, on cards and in hosts.
+MEMORY_SHARE = 0.85
+#: Seconds that a small kernel takes beside its bytes: Laguna-XS.2 Q4_K_M, all of it on an RTX 3090, ten launches per
+#: layer, at 131 tokens/s (published: 119 to 143).
+LAUNCH_S = 12.94e-6
+#: The share of a card's INT8 operations that a prompt reaches: 1,880 tokens/s on an RTX 3060 (published; the model is
+#: taken to be Laguna-XS.2, and its products to be what it waited for).
+PROMPT_SHARE = 0.11
+#: Of one thread: bytes per second in products of one row (Q4_K), and operations per second in a prompt of 512 (Laguna
+#: shapes of eight layers, Q4_K_M, x86-64-v4, 135.2 tokens/s).
+THREAD_BANDWIDTH = 12.6e9
+THREAD_OPERATIONS = 154.2e9
+#: Tokens of the prompt that speeds are told for.
+PROMPT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The CPU that computes: threads, and bytes per second of its memory with what is said of them."""
+
+    threads: int
+    memory: Link
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that all threads together read."""
+        return min(self.memory.bandwidth * MEMORY_SHARE, self.threads * THREAD_BANDWIDTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """`amount` (bytes, operations or launches, as `unit` says) at `rate` per second. `source` of the rate, in words."""
+
+    name: str
+    amount: float
+    unit: str
+    rate: float
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        """Time of this term alone."""
+        return self.amount / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """`tokens` are done in the sum of `serial` terms plus the longest of `overlapping` ones."""
+
+    tokens: int
+    serial: tuple[Term, ...]
+    overlapping: tuple[Term, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time of one step."""
+        longest = max((term.seconds for term in self.overlapping), default=0.0)
+        return sum(term.seconds for term in self.serial) + longest
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def bytes_only(self) -> float:
+        """Tokens per second if nothing but bytes took time."""
+        terms = [term.seconds for term in self.serial if term.unit == "bytes"]
+        longest = max((term.seconds for term in self.overlapping if term.unit == "bytes"), default=0.0)
+        return self.tokens / (sum(terms) + longest)
+
+
+def gpu_decode(work: Work, gpu: Gpu, link: Link, position: int, hit: float) -> Speed:
+    """One token on a card that holds the share `hit` of what it chooses; the rest is read from pinned host memory."""
+    rate, source = _card(gpu)
+    return Speed(
+        1,
+        _shown(
+            Term("core from VRAM", work.core_bytes, "bytes", rate, source),
+            Term("experts from VRAM", work.experts_bytes * hit, "bytes", rate, source),
+            Term("keys and values", work.kv_bytes(position), "bytes", rate, source),
+            Term("recurrent state, read and written", 2 * work.record_bytes, "bytes", rate, source),
+            Term("experts over the link", work.experts_bytes * (1 - hit), "bytes", link.bandwidth, _link(link)),
+            Term("launches", work.launches, "launches", 1 / LAUNCH_S, f"{LAUNCH_S * 1e6:.1f} µs each, fitted"),
+        ),
+    )
+
+
+def gpu_prefill(work: Work, gpu: Gpu, link: Link, position: int, rows: int, residency: float) -> Speed:
+    """A chunk of `rows` of a prompt, `residency` of the experts on the card; each cold one crosses the link once."""
+    rate, source = _card(gpu)
+    operations = gpu.operations * PROMPT_SHARE
+    told = f"{PROMPT_SHARE:.1%} (fitted) of {gpu.operations / 1e12:.0f} T/s stated for {gpu.name}"
+    touched = work.touched_bytes(rows)
+    return Speed(
+        rows,
+        (Term("launches", work.launches, "launches", 1 / LAUNCH_S, f"{LAUNCH_S * 1e6:.1f} µs each, fitted"),),
+        _shown(
+            Term("core and experts from VRAM", work.core_bytes + touched, "bytes", rate, source),
+            Term("products", _operations(work, position, rows), "operations", operations, told),
+            Term("experts over the link", touched * (1 - residency), "bytes", link.bandwidth, _link(link)),
+        ),
+    )
+
+
+def cpu_decode(work: Work, processor: Processor, disk: Link, position: int, hit: float) -> Speed:
+    """One token on the CPU; the share 1 - `hit` of its experts comes from disk."""
+    rate, source = processor.bandwidth, _memory(processor)
+    return Speed(
+        1,
+        _shown(
+            Term("core from host memory", work.core_bytes, "bytes", rate, source),
+            Term("experts from host memory", work.experts_bytes, "bytes", rate, source),
+            Term("keys and values", work.kv_bytes(position), "bytes", rate, source),
+            Term("recurrent state, read and written", 2 * work.record_bytes, "bytes", rate, source),
+            Term("experts from disk", work.experts_bytes * (1 - hit), "bytes", disk.bandwidth, _link(disk)),
+        ),
+    )
+
+
+def cpu_prefill(work: Work, processor: Processor, disk: Link, position: int, rows: int, residency: float) -> Speed:
+    """A chunk of `rows` of a prompt on the CPU, `residency` of the experts in host memory."""
+    operations = processor.threads * THREAD_OPERATIONS
+    told = f"{processor.threads} threads, {THREAD_OPERATIONS / 1e9:.0f} G/s each with AVX-512 (measured)"
+    touched = work.touched_bytes(rows)
+    return Speed(
+        rows,
+        (),
+        _shown(
+            Term("core and experts", work.core_bytes + touched, "bytes", processor.bandwidth, _memory(processor)),
+            Term("products", _operations(work, position, rows), "operations", operations, told),
+            Term("experts from disk", touched * (1 - residency), "bytes", disk.bandwidth, _link(disk)),
+        ),
+    )
+
+
+def _operations(work: Work, position: int, rows: int) -> int:
+    return 2 * (rows * work.macs(position) + work.head_macs)
+
+
+def _shown(*terms: Term) -> tuple[Term, ...]:
+    return tuple(term for term in terms if term.amount > 0)
+
+
+def _card(gpu: Gpu) -> tuple[float, str]:
+    return gpu.bandwidth * MEMORY_SHARE, f"{MEMORY_SHARE:.0%} of {gpu.bandwidth / 1e9:.0f} GB/s stated for {gpu.name}"
+
+
+def _link(link: Link) -> str:
+    return f"{link.name}: {link.source}"
+
+
+def _memory(processor: Processor) -> str:
+    memory = f"{MEMORY_SHARE:.0%} of {processor.memory.bandwidth / 1e9:.1f} GB/s ({processor.memory.source})"
+    threads = f"{processor.threads} threads, {THREAD_BANDWIDTH / 1e9:.1f} GB/s each (measured)"
+    return threads if processor.threads * THREAD_BANDWIDTH < processor.memory.bandwidth * MEMORY_SHARE else memory

@@ -1,0 +1,144 @@
+"""How the memory of a graphics card is divided: what every token needs first, then slots for experts. Pure.
+
+    limit = context + core + KV + state + workspace  |  reserve + ring + hot  |  slack
+
+What stands before the first bar is taken or nothing runs. The reserve holds the two buffers through which a prompt's
+cold experts are streamed; the ring is a number of slots per expert layer; all other whole slots are hot. When every
+expert is hot, ring and reserve are not needed and take nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkd.residency.budget import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The records of one expert layer: `experts` of them, `record_bytes` each."""
+
+    experts: int
+    record_bytes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return self.experts * self.record_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeeds:
+    """Bytes a worker takes on a card beside slots, and what the slots are for."""
+
+    context: int
+    core: int
+    kv: int
+    state: int
+    workspace: int
+    stacks: tuple[Stack, ...]
+
+    @property
+    def fixed(self) -> int:
+        """What is taken whatever the number of slots."""
+        return self.context + self.core + self.kv + self.state + self.workspace
+
+    @property
+    def records(self) -> int:
+        """Bytes of all experts."""
+        return sum(stack.size for stack in self.stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """`needs` divided into `limit` bytes: `hot` slots of each expert layer, and bytes of ring and reserve.
+
+    `ring_slots` are those of one layer. When `missing` is not 0 there are no slots at all.
+    """
+
+    needs: DeviceNeeds
+    limit: int
+    hot: tuple[int, ...]
+    ring_slots: int
+    ring: int
+    reserve: int
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of all hot slots."""
+        return sum(n * stack.record_bytes for n, stack in zip(self.hot, self.needs.stacks, strict=True))
+
+    @property
+    def used(self) -> int:
+        """Bytes that are planned."""
+        return self.needs.fixed + self.reserve + self.ring + self.hot_bytes
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which what must be there exceeds the limit; 0: it fits."""
+        return max(self.used - self.limit, 0)
+
+    @property
+    def slack(self) -> int:
+        """Bytes that are left, less than the largest record unless everything is hot."""
+        return max(self.limit - self.used, 0)
+
+    @property
+    def residency(self) -> float:
+        """The share of all experts that is hot; 1 for a model without experts."""
+        return sum(self.hot) / experts if (experts := sum(stack.experts for stack in self.needs.stacks)) else 1.0
+
+
+def divide(needs: DeviceNeeds, limit: int, ring_slots: int, reserve_slots: int) -> DeviceBudget:
+    """Divide `limit` bytes: `reserve_slots` of the largest record, up to `ring_slots` in each layer, the rest hot.
+
+    The ring gives way to the hot set when there are fewer than twice its slots. Layers get equally many hot slots, the
+    first ones one more while there is room.
+    """
+    stacks = needs.stacks
+    if needs.fixed + needs.records <= limit:
+        return DeviceBudget(needs, limit, tuple(stack.experts for stack in stacks), 0, 0, 0)
+    reserve = reserve_slots * max((stack.record_bytes for stack in stacks), default=0)
+    left = limit - needs.fixed - reserve
+    if left < 0 or not stacks:
+        return DeviceBudget(needs, limit, (0,) * len(stacks), 0, 0, reserve)
+    row = sum(stack.record_bytes for stack in stacks)
+    ring_slots = min(ring_slots, left // row // 2)
+    left -= ring_slots * row
+    most = max(stack.experts for stack in stacks)
+    level = _level(stacks, left, most)
+    hot = [min(level, stack.experts) for stack in stacks]
+    left -= sum(n * stack.record_bytes for n, stack in zip(hot, stacks, strict=True))
+    for index, stack in enumerate(stacks):
+        if hot[index] < stack.experts and stack.record_bytes <= left:
+            hot[index] += 1
+            left -= stack.record_bytes
+    return DeviceBudget(needs, limit, tuple(hot), ring_slots, ring_slots * row, reserve)
+
+
+def _level(stacks: Sequence[Stack], left: int, most: int) -> int:
+    """The most slots that every layer can have (or all of its experts) in `left` bytes."""
+    low, high = 0, most
+    while low < high:
+        level = (low + high + 1) // 2
+        if sum(min(level, stack.experts) * stack.record_bytes for stack in stacks) <= left:
+            low = level
+        else:
+            high = level - 1
+    return low
+
+
+def usable(free: int, total: int, margin: int = 0) -> tuple[int, str]:
+    """Bytes that may be planned of a card that reports `free` of `total`, and a note when the report cannot be.
+
+    `margin` bytes of `total` are left to others. Never less than 0, never more than `total - margin`.
+    """
+    most = max(total - margin, 0)
+    if total <= 0:
+        return 0, f"the card reports {total} bytes of memory: there is nothing to plan with"
+    if free > total:
+        return most, f"{free / GIB:.2f} GiB are more than the card has ({total / GIB:.2f} GiB): {most / GIB:.2f} count"
+    if free <= 0:
+        return 0, f"none of the card's {total / GIB:.2f} GiB is free"
+    return min(free, most), ""

@@ -1,0 +1,346 @@
+"""Forecasts: bytes are the daemon's own, to the byte; speeds keep to what they were fitted to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sparse_models import TWENTY, make_full, make_one_of_twenty
+
+from sparkd.calibration import profile
+from sparkd.calibration.counts import RoutingCounts
+from sparkd.config import LimitSettings, ModelSettings, Settings
+from sparkd.errors import ConfigError
+from sparkd.gguf.formats import FORMATS
+from sparkd.graph.state import StateLayout
+from sparkd.planning import hits, roofline
+from sparkd.planning.forecast import Card, Forecast, Machine, make_forecast
+from sparkd.planning.hardware import GPUS, LINKS, Link, find_gpu, find_link
+from sparkd.planning.roofline import PROMPT, Processor, Speed, Term
+from sparkd.planning.shape import Shape, with_limits
+from sparkd.residency.budget import GIB, Limit, Scope
+from sparkd.store.layout import ArenaLayout
+from sparkd.store.limits import host_limits
+from sparkd.store.plan import STEP_ROWS, make_plan
+from sparkd.worker.state import PoolSize, StatePool
+
+ENOUGH = [Limit("enough", 1 << 50)]
+PROCESSOR = Processor(2, Link("host memory", 40e9, "stated"))
+DISK = Link("disk", 3e9, "stated")
+
+
+def machine(card: str | None = None, vram_gib: float | None = None, limits=ENOUGH, ring: int = 32) -> Machine:
+    gpu = None if card is None else GPUS[card]
+    vram = None if vram_gib is None else int(vram_gib * GIB)
+    return Machine(limits, PROCESSOR, DISK, gpu and Card(gpu, LINKS[gpu.link], vram, ring))
+
+
+def settings_for(path: Path, **limits: int) -> Settings:
+    return Settings(model=ModelSettings(str(path)), limits=LimitSettings(**limits))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shape]:
+    """The two published models, whole."""
+    folder = tmp_path_factory.mktemp("full")
+    return {arch: Shape.open(settings_for(make_full(arch, folder))) for arch in ("laguna", "qwen35moe")}
+
+
+def forecast(shape: Shape, on: Machine, **limits: int) -> Forecast:
+    return make_forecast(settings_for(Path("unused"), **limits), on, shape)
+
+
+# ---- bytes ----
+
+
+@pytest.mark.parametrize("name", TWENTY)
+def test_what_is_told_of_host_memory_is_what_arena_and_state_pool_take(name, tmp_path):
+    path = make_one_of_twenty(name, tmp_path)
+    for context, sequences in ((64, 1), (1000, 3), (1 << 22, 2)):
+        settings = settings_for(path, context=context, sequences=sequences)
+        made = make_forecast(settings, machine())
+        shape = Shape.open(settings)
+        layout = StateLayout.of(shape.program, 2)
+        size = PoolSize.worst_case(layout, sequences, min(context, shape.program.context), STEP_ROWS)
+        pool = StatePool(layout, size, STEP_ROWS)
+        while (held := pool.admit(made.context.positions)) is not None:
+            pool.extend(held, min(made.context.positions, STEP_ROWS))
+        assert made.context.kv + made.context.state == size.bytes(layout) >= pool.used_bytes() > 0
+        arena = ArenaLayout.of(shape.program, shape.model).total_bytes
+        assert made.host.needs.arena == pytest.approx(arena, rel=0.01)
+        assert made.host.needs.total == make_plan(settings, limits=ENOUGH).need_bytes
+        assert made.fits
+
+
+def test_every_tensor_of_the_published_models_is_counted_once(full):
+    # The sums stand in the published lists of tensors; records and tensors are aligned to 64 bytes.
+    for arch, tensors, experts, active in (
+        ("laguna", 20_270_574_592, 18_981_322_752, 1_766_812_672),
+        ("qwen35moe", 21_155_768_832, 19_503_513_600, 1_975_675_392),
+    ):
+        made = forecast(full[arch], machine())
+        assert made.tensor_bytes == tensors
+        assert made.host.needs.records == experts
+        assert made.host.needs.core == pytest.approx(tensors - experts, rel=1e-4)
+        embedding_row = 2048 // 256 * 144
+        assert made.work.core_bytes + made.work.experts_bytes == active + embedding_row
+
+
+def test_only_the_ten_layers_of_qwen_that_have_a_cache_are_counted(full):
+    made = forecast(full["qwen35moe"], machine("rtx-3090"), context=8192, sequences=4)
+    assert made.context.kv == 4 * 10 * 8192 * (2 * 2 * 256 * 2)
+    assert made.context.state == pytest.approx(4 * 30 * 4 * (32 * 128 * 128 + 3 * 8192), rel=1e-4)
+    assert (made.device.needs.kv, made.device.needs.state) == (made.context.kv, made.context.state)
+    assert made.work.kv_bytes(1000) == 10 * 1000 * (2 * 2 * 256 * 2)
+
+
+def test_laguna_keeps_ten_layers_whole_and_of_thirty_a_window(full):
+    a_position = 2 * 8 * 128 * 2
+    short, long = (forecast(full["laguna"], machine(), context=n, sequences=1).context.kv for n in (8192, 65536))
+    assert long - short == 10 * (65536 - 8192) * a_position
+    window = 512 + STEP_ROWS + 63
+    assert short - 10 * 8192 * a_position <= 30 * (window // 64 * 64 + 64) * a_position
+    assert full["laguna"].work.kv_bytes(4096) == (10 * 4096 + 30 * 512) * a_position
+
+
+@pytest.mark.parametrize(
+    ("arch", "share", "ring", "published"),
+    [("laguna", 1, 0, 18.8), ("laguna", 0.6, 32, 14.6), ("qwen35moe", 1, 0, 20.5), ("qwen35moe", 0.5, 32, 13.3)],
+)
+def test_budgets_of_a_card_are_near_published_ones(full, arch, share, ring, published):
+    needs = forecast(full[arch], machine("rtx-3090"), sequences=1).device.needs
+    slots = sum(round(stack.experts * share + ring) * stack.record_bytes for stack in needs.stacks)
+    # What is published may or may not count caches and the driver's part: the truth is between the two.
+    weights, everything = (needs.core + slots) / GIB, (needs.fixed + slots) / GIB
+    assert weights * 0.995 < published < everything * 1.005
+    assert everything / weights < 1.08
+
+
+def test_a_card_that_shows_no_sign_of_its_memory_plans_nothing(full):
+    made = forecast(full["laguna"], machine("rtx-3090", 0.0))
+    assert not made.fits and made.device.limit == 0
+    assert "none of the card's 24.00 GiB is free" in made.notes
+    assert forecast(full["laguna"], machine("rtx-3090", 25.0)).device.limit == 24 * GIB
+
+
+# ---- limits and advice ----
+
+
+def test_a_limit_one_percent_below_the_need_tells_need_limit_and_what_would_fit(full):
+    need = forecast(full["laguna"], machine(), context=8192, sequences=4).host.need
+    exact = forecast(full["laguna"], machine(limits=[Limit("limit", need)]), context=8192, sequences=4)
+    assert exact.fits and exact.context.largest == 8192
+    limit = need * 99 // 100
+    short = forecast(full["laguna"], machine(limits=[Limit("memory.max of cgroup /a", limit)]), sequences=4)
+    assert not short.fits and short.speeds is None
+    told = short.advice[0]
+    assert f"needs {need / GIB:.2f} GiB" in told and f"memory.max of cgroup /a allows {limit / GIB:.2f} GiB" in told
+    assert f"fits: --context {short.context.largest} --sequences 4" in short.advice
+    assert "fits: --context 8192 --sequences 1" in short.advice
+
+
+def test_the_largest_context_fits_and_one_page_more_does_not(full):
+    for arch in full:
+        need = full[arch].host(Settings(), ENOUGH).needs.total
+        limits = [Limit("limit", need - 123_456_789)]
+        largest = forecast(full[arch], machine(limits=limits)).context.largest
+        assert largest % 64 == 0
+        assert forecast(full[arch], machine(limits=limits), context=largest).fits
+        assert not forecast(full[arch], machine(limits=limits), context=largest + 64).fits
+
+
+def test_weights_that_can_never_fit_are_told_with_a_type_that_would(full):
+    made = forecast(full["qwen35moe"], machine(limits=[Limit("--host", 15 * GIB, Scope.ARENA)]))
+    assert made.context.largest == 0
+    assert "weights of 14.99 GiB would fit with one sequence, these have 19.70 GiB" in made.advice[1]
+    assert "a Q3_K file of this model would have about 13.87 GiB" in made.advice[1]
+    tiny = forecast(full["qwen35moe"], machine(limits=[Limit("--host", GIB, Scope.ARENA)]))
+    bits, name = min((kind.bytes / kind.block, kind.name) for kind in FORMATS.values() if kind.arithmetic is not None)
+    least = made.parameters * bits / GIB
+    assert f"no type of weights is small enough ({name}: {least:.2f} GiB)" in tiny.advice[1]
+
+
+def test_a_card_that_is_too_small_is_told_what_it_needs_and_what_fits_on_it(full):
+    made = forecast(full["laguna"], machine("rtx-2060"), context=32768, sequences=4)
+    needed, allowed = made.device.used / GIB, made.device.limit / GIB
+    assert f"card: needs {needed:.2f} GiB before the first expert, {allowed:.2f} GiB may be used" in made.advice[0]
+    context = made.context.largest
+    assert made.advice[1:] == (f"fits: --context {context} --sequences 4", "fits: --context 32768 --sequences 1")
+    assert forecast(full["laguna"], machine("rtx-2060"), context=context, sequences=4).fits
+    hopeless = forecast(full["laguna"], machine("rtx-2060", 1.0))
+    assert "are needed even for one sequence of 64 positions; serve it without a card" in hopeless.advice[1]
+
+
+def _tree(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("mount", "own", "files"),
+    [
+        (
+            "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+            "0::/a",
+            {"memory.max": 30 * GIB, "memory.current": 28 * GIB, "memory.stat": f"inactive_file {27 * GIB}"},
+        ),
+        (
+            "35 31 0:32 / /sys/fs/cgroup rw - cgroup cgroup rw,memory",
+            "4:memory:/a",
+            {
+                "memory.limit_in_bytes": 30 * GIB,
+                "memory.usage_in_bytes": 28 * GIB,
+                "memory.stat": f"total_inactive_file {27 * GIB}",
+            },
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_cgroup_of_either_version_limits_a_forecast_and_its_page_cache_does_not(full, tmp_path, mount, own, files):
+    meminfo = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB"}
+    root = _tree(
+        tmp_path,
+        {"proc/self/mountinfo": mount, "proc/self/cgroup": own}
+        | meminfo
+        | {f"sys/fs/cgroup/a/{name}": content for name, content in files.items()},
+    )
+    made = forecast(full["laguna"], machine(limits=host_limits(0.0, root=root)))
+    assert made.fits and made.host.limit.size == 29 * GIB
+    _tree(root, {f"sys/fs/cgroup/a/{name}": "max" for name in files if "max" in name or "limit" in name})
+    without = forecast(full["laguna"], machine(limits=host_limits(0.0, root=root)))
+    assert "MemAvailable" in without.host.limit.name
+
+
+# ---- hits ----
+
+
+def test_the_prior_gives_the_figures_it_was_fitted_to():
+    hot = [round(256 * 0.6)] * 39
+    experts = [256] * 39
+    assert 312 * (1 - hits.prior(hot, experts, 0).ring) == pytest.approx(39.7, rel=0.02)
+    assert 312 * (1 - hits.prior(hot, experts, 16).ring) == pytest.approx(5.6, rel=0.03)
+
+
+def test_more_slots_never_hit_less():
+    for hot in range(0, 256, 15):
+        fewer = hits.prior([hot], [256], 0)
+        assert fewer.hot == fewer.ring <= hits.prior([hot + 1], [256], 0).hot
+        for ring in (1, 8, 200, 256):
+            assert fewer.ring < hits.prior([hot], [256], ring).ring <= 1.0
+    assert hits.prior([256], [256], 0) == hits.Hits(1.0, 1.0, "every expert is there")
+
+
+def test_counts_are_believed_once_there_are_enough_of_them():
+    counts = [[90, 5, 5, 0], [25, 25, 25, 25]]
+    made = hits.counted(counts, 1000, [1, 2], [4, 4], 0)
+    assert (made.hot, made.source) == (pytest.approx((0.9 + 0.5) / 2), "this model's profile (1000 tokens)")
+    assert hits.counted(counts, 999, [1, 2], [4, 4], 0) == hits.prior([1, 2], [4, 4], 0)
+    assert hits.counted([[0] * 4, [1] * 4], 5000, [1, 2], [4, 4], 0).source.startswith("the prior")
+
+
+def test_the_profile_of_a_model_is_used_and_a_damaged_one_stays_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
+    settings = settings_for(make_one_of_twenty("windows", tmp_path))
+    shape = Shape.open(settings)
+    layers, experts = len(shape.work.stacks), shape.work.stacks[0].experts
+    counts = RoutingCounts(layers, experts)
+    counts.decode = np.zeros((layers, experts), np.uint64)
+    counts.decode[:, 0] = 2000
+    counts.decode_rows = 2000
+    profile.save(tmp_path, shape.model.fingerprint, counts)
+    fixed = shape.device(settings, 1 << 40, 0).needs.fixed
+    some = (fixed + 16 * shape.work.stacks[0].record_bytes + 2 * layers * shape.work.stacks[0].record_bytes) / GIB
+    made = make_forecast(settings, machine("rtx-3090", some, ring=0))
+    assert made.hits.source == "this model's profile (2000 tokens)" and made.hits.hot == 1.0
+    assert 0 < made.device.residency < 1
+    path = profile.profile_path(tmp_path, shape.model.fingerprint)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert make_forecast(settings, machine("rtx-3090", some, ring=0)).hits.source.startswith("the prior")
+    assert path.exists()
+
+
+# ---- speeds ----
+
+
+def test_fitted_constants_give_the_figures_they_were_fitted_to(full):
+    work = full["laguna"].work
+    card, link = GPUS["rtx-3090"], LINKS["pcie4x16"]
+    assert roofline.gpu_decode(work, card, link, PROMPT, 1.0).tokens_s == pytest.approx(131, rel=0.01)
+    prompt = roofline.gpu_prefill(work, GPUS["rtx-3060"], link, PROMPT // 2, PROMPT, 0.4)
+    assert prompt.tokens_s == pytest.approx(1880, rel=0.01)
+
+
+def test_decode_pays_its_terms_in_turn_and_a_prompt_the_slowest_of_them():
+    terms = (Term("a", 10, "bytes", 5, ""), Term("b", 6, "launches", 2, ""))
+    assert Speed(1, terms).seconds == 5 and Speed(1, terms).bytes_only == 0.5
+    chunk = Speed(10, terms[1:], (terms[0], Term("c", 80, "operations", 10, "")))
+    assert chunk.seconds == 3 + 8 and chunk.bytes_only == 5
+
+
+def test_what_the_card_lacks_crosses_the_link_and_no_byte_is_read_twice(full):
+    for shape in full.values():
+        made = forecast(shape, machine("rtx-3060"))
+        terms = {term.name: term for term in made.speeds.decode.serial}
+        vram, link = terms["experts from VRAM"], terms["experts over the link"]
+        assert vram.amount + link.amount == pytest.approx(shape.work.experts_bytes)
+        assert link.amount == pytest.approx(shape.work.experts_bytes * (1 - made.hits.ring))
+        assert terms["core from VRAM"].amount == shape.work.core_bytes
+        assert made.speeds.without_ring.tokens_s < made.speeds.decode.tokens_s < made.speeds.decode.bytes_only
+        chunk = {term.name: term.amount for term in made.speeds.prefill.overlapping}
+        assert chunk["experts over the link"] <= made.host.needs.records * (1 - made.device.residency)
+
+
+def test_one_prompt_row_touches_its_own_experts_and_very_many_touch_all(full):
+    work = full["qwen35moe"].work
+    assert work.touched_bytes(1) == pytest.approx(work.experts_bytes)
+    assert work.touched_bytes(10_000) == pytest.approx(sum(stack.size for stack in work.stacks))
+
+
+def test_more_of_everything_is_never_slower(full):
+    shape = full["laguna"]
+    previous = 0.0
+    for vram in (4, 6, 8, 12, 16, 20, 24):
+        made = forecast(shape, machine("rtx-3090", vram), sequences=1)
+        assert made.speeds.decode.tokens_s >= previous
+        previous = made.speeds.decode.tokens_s
+    slow, fast = (
+        forecast(shape, dataclasses.replace(machine("rtx-3060"), card=Card(GPUS["rtx-3060"], LINKS[link], None, 32)))
+        for link in ("pcie3x4", "pcie5x16")
+    )
+    assert slow.speeds.prefill.tokens_s < fast.speeds.prefill.tokens_s
+
+
+def test_threads_bound_a_processor_until_its_memory_does():
+    memory = Link("host memory", 40e9, "stated")
+    assert Processor(1, memory).bandwidth == roofline.THREAD_BANDWIDTH
+    assert Processor(16, memory).bandwidth == 40e9 * roofline.MEMORY_SHARE
+
+
+@pytest.mark.parametrize("text", ["RTX 3090", "rtx3090", "3090", "NVIDIA GeForce RTX 3090", "rtx-3090"])
+def test_a_card_is_found_however_its_name_is_written(text):
+    assert find_gpu(text) is GPUS["rtx-3090"]
+
+
+@pytest.mark.parametrize("text", ["", "3091", "rtx", "x" * 5000, "\0"])
+def test_a_card_nobody_knows_is_refused_with_those_that_are(text):
+    with pytest.raises(ConfigError, match="known ones: rtx-2060, "):
+        find_gpu(text)
+
+
+def test_links_have_names_and_speeds():
+    assert find_link("PCIe 4 x16") is LINKS["pcie4x16"]
+    assert LINKS["pcie4x16"].bandwidth == pytest.approx(25.2e9, rel=0.01)
+    assert find_link("12.5").bandwidth == 12.5e9
+    for text in ("0", "-1", "nan", "inf", "1e9", "", "pcie9"):
+        with pytest.raises(ConfigError, match="neither the name of a link nor its speed"):
+            find_link(text)
+
+
+def test_other_limits_leave_the_rest_of_the_settings_alone():
+    changed = with_limits(Settings(), context=64)
+    assert changed.limits.context == 64
+    assert dataclasses.replace(changed, limits=Settings().limits) == Settings()
