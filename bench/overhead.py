@@ -31,7 +31,7 @@ from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import Loader
-from sparkd.store.plan import STEP_ROWS
+from sparkd.store.planned import STEP_ROWS
 from sparkd.store.residents import Residents
 from sparkd.supervisor.journal import Entry
 from sparkd.worker.desk import Texts

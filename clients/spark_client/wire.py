@@ -44,15 +44,63 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True)
 def message(name: str) -> typing.Callable[[type[_T]], type[_T]]:
-    """Declare a message type under its wire name."""
+    """Declare a message type under its wire name: a frozen dataclass with slots.
+
+    The methods that `dataclass` would compile for each type are shared, and `__init__` is compiled with the first
+    message of a type: a process declares all types when it starts, and most of them it never makes.
+    """
 
     def register(cls: type[_T]) -> type[_T]:
-        made = dataclass(frozen=True, slots=True)(cls)
+        made = dataclass(init=False, repr=False, eq=False, slots=True)(cls)
+        for method, shared in _METHODS.items():
+            setattr(made, method, shared)
         _TYPES[name] = made
         made.wire_name = name  # type: ignore[attr-defined]
         return made
 
     return register
+
+
+def _init(self: Any, *args: Any, **given: Any) -> None:
+    cls: Any = type(self)
+    fields: list[Any] = [
+        (f.name, f.type, dataclasses.field(default=f.default, default_factory=f.default_factory))
+        for f in dataclasses.fields(cls)
+    ]
+    compiled: Any = dataclasses.make_dataclass(cls.__name__, fields, frozen=True, repr=False, eq=False)
+    cls.__init__ = compiled.__init__
+    cls.__init__(self, *args, **given)
+
+
+def _values(self: Any) -> tuple[Any, ...]:
+    return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+
+def _repr(self: Any) -> str:
+    members = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+    return f"{type(self).__qualname__}({members})"
+
+
+def _equal(self: Any, other: object) -> bool:
+    return type(self) is type(other) and _values(self) == _values(other)
+
+
+def _hash(self: Any) -> int:
+    return hash(_values(self))
+
+
+def _frozen(self: Any, name: str, *value: Any) -> None:
+    raise dataclasses.FrozenInstanceError(f"cannot change {name!r} of a message")
+
+
+_METHODS = {
+    "__init__": _init,
+    "__repr__": _repr,
+    "__eq__": _equal,
+    "__hash__": _hash,
+    "__setattr__": _frozen,
+    "__delattr__": _frozen,
+}
 
 
 def encode(msg: Message, limit: int = MAX_BYTES) -> bytes:

@@ -27,13 +27,11 @@ from sparkd.models import build_program
 from sparkd.residency.budget import GIB, Fit, Limit, Needs, Scope, tightest
 from sparkd.store.layout import PAGE, VERSION, ArenaLayout
 from sparkd.store.limits import host_limits, pool_bytes
-from sparkd.store.planned import Plan
+from sparkd.store.planned import STEP_ROWS, Plan
 from sparkd.text.tokenizer import Tokenizer
 
 #: Code, buffers and Python objects of all processes together, in bytes.
 PROCESSES = 512 << 20
-#: Rows of the largest step, which decides how many pages a sliding window spans.
-STEP_ROWS = 512
 _TOKENS = "tokenizer.ggml.tokens"
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Rows of the largest step, which decides how many pages a sliding window spans.
+STEP_ROWS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -41,7 +41,7 @@ from sparkd.kernels import available
 from sparkd.log import details
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
-from sparkd.store.plan import STEP_ROWS
+from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.engine import Engine, Routing
 from sparkd.worker.scheduler import Scheduler

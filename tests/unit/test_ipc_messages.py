@@ -198,3 +198,31 @@ def test_an_error_stays_short_whatever_the_message_holds():
 def test_what_msgpack_cannot_say_is_refused_by_the_sender(value):
     with pytest.raises(MessageError, match="cannot be packed"):
         encode(messages.StatusReply(1, {"value": value}))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_message_type_is_what_a_frozen_dataclass_would_be(name):
+    kind = TYPES[name]
+    given = [
+        (f.name, f.type, dataclasses.field(default=f.default, default_factory=f.default_factory))
+        for f in dataclasses.fields(kind)
+    ]
+    model = dataclasses.make_dataclass(kind.__name__, given, frozen=True)
+    needed = {f.name: f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    one, other, meant = kind(**needed), kind(*needed.values()), model(**needed)
+    assert one == other and repr(one) == repr(meant) and one != meant
+    assert dataclasses.asdict(one) == dataclasses.asdict(meant)
+    with pytest.raises(TypeError, match=r"__init__\(\) got an unexpected keyword argument 'odd'"):
+        kind(**needed, odd=1)
+    if needed:
+        with pytest.raises(TypeError, match=r"missing .* required positional argument"):
+            kind()
+        first = next(iter(needed))
+        assert kind(**(needed | {first: 7})) != one
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, first, 7)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            delattr(one, first)
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        one.odd = 1
+    assert not hasattr(one, "__dict__")
