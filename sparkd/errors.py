@@ -52,6 +52,12 @@ class BudgetError(SparkError):
     code = "budget"
 
 
+class DeviceError(SparkError):
+    """The GPU refuses something, or is gone."""
+
+    code = "device"
+
+
 class RequestError(SparkError):
     """One request cannot be served; others are not concerned."""
 

@@ -1,0 +1,66 @@
+"""The CUDA C++ of the kernels as one text: NVRTC gets no files, so that no header need be installed with a service."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from sparkd.errors import UnsupportedError
+from sparkd.gguf.formats import Arithmetic, Format
+
+#: Types that the kernels multiply.
+TYPES = frozenset(
+    (
+        "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+        "Q6_K", "IQ4_XS",
+    )
+)  # fmt: skip
+#: Numbers of rows that there are kernels for: a step runs in the smallest that holds it.
+COUNTS = (1, 2, 4, 8)
+_SIZED = ("linear", "logits", "gate_up", "down")
+_KERNELS = (
+    "angles", "add", "attend_pages", "begin_sequences", "causal_conv", "embed", "gated_delta", "gated_rms_norm",
+    "group", "merge_pages", "output_gate", "qk_norm", "quantise", "rms_norm", "rope", "route", "swiglu",
+    "weighted_sum", "write_kv",
+)  # fmt: skip
+_INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
+_GUARD = "#pragma once\n"
+
+
+def kernel_source(formats: Collection[Format], counts: Collection[int] = COUNTS) -> str:
+    """All kernels, able to multiply weights of `formats`, for steps of `counts` rows at most.
+
+    UnsupportedError for a type that the kernels do not know.
+    """
+    unknown = sorted(f.name for f in formats if f.name not in TYPES)
+    if unknown:
+        known = ", ".join(sorted(TYPES))
+        raise UnsupportedError(f"a GPU worker cannot compute {', '.join(unknown)} yet", fix=f"it knows {known}")
+    kinds = {Arithmetic.INT256: "INT256", Arithmetic.INT32: "INT32", Arithmetic.FLOAT: "FLOAT"}
+    types = " ".join(
+        f"{kinds[f.arithmetic]}({f.name})" for f in sorted(formats, key=lambda f: f.id) if f.arithmetic is not None
+    )
+    prelude = f"#define SPARK_TYPES(INT256, INT32, FLOAT) {types}\n"
+    prelude += f"#define SPARK_COUNTS(KERNELS) {' '.join(f'KERNELS({count})' for count in sorted(counts))}\n"
+    kernels = files("sparkd.kernels")
+    return prelude + _inlined(kernels, ("cuda",), "kernels.cu", set())
+
+
+def kernel_names(counts: Collection[int] = COUNTS) -> list[str]:
+    """The kernels of `kernel_source`."""
+    return [*_KERNELS, *(f"{name}_{count}" for name in _SIZED for count in sorted(counts))]
+
+
+def _inlined(root: Traversable, folder: tuple[str, ...], name: str, seen: set[str]) -> str:
+    """A file with every file that it includes in place, each once."""
+    path = [*folder, *name.split("/")]
+    while ".." in path:
+        index = path.index("..")
+        del path[index - 1 : index + 1]
+    if "/".join(path) in seen:
+        return ""
+    seen.add("/".join(path))
+    text = root.joinpath(*path).read_text().replace(_GUARD, "")
+    return _INCLUDE.sub(lambda found: _inlined(root, tuple(path[:-1]), found.group(1), seen), text)

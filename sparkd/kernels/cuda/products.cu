@@ -1,0 +1,113 @@
+// Embedding rows, quantised activations, linear maps and logits.
+#include "products.cuh"
+
+namespace spark {
+
+// One weight of a launch: rows of `out` are `out_width` wide; `first_block` is the launch's first block for it.
+struct Task {
+    Matrix weight;
+    float* out;
+    int32_t out_width, first_block;
+};
+
+// Element `e` of a row, dequantised.
+template <class D>
+__device__ inline float dequantised(const uint8_t* row, int e) {
+    const uint8_t* block = row + static_cast<int64_t>(e / D::kBlock) * D::kBytes;
+    Unit unit;
+    D::unit(Bytes{block}, e % D::kBlock / 32, unit);
+    const int half = e % 32 / 16;
+    const int32_t word = unit.u[e % 32 / 4];
+    const int u = D::kBias != 0 || D::kOffset ? word >> 8 * (e % 4) & 255 : static_cast<int8_t>(word >> 8 * (e % 4));
+    float y = (D::d(Bytes{block}) * static_cast<float>(unit.scale[half])) * static_cast<float>(u - D::kBias);
+    if (D::kOffset) y = y + D::o(Bytes{block}) * static_cast<float>(unit.min[half]);
+    return y;
+}
+
+// A product of all rows of the batch with all rows of the weights of a launch. grid: blocks of all tasks; block: 32 x kWarps.
+template <int COUNT>
+__device__ inline void linear(const Batch* batch, const Task* tasks, int count, Inputs in) {
+    __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
+    int t = 0;
+    while (t + 1 < count && static_cast<int>(blockIdx.x) >= tasks[t + 1].first_block) ++t;
+    const Task task = tasks[t];
+    const int per_warp = rows_per_warp(task.weight.columns);
+    const int first = ((static_cast<int>(blockIdx.x) - task.first_block) * kWarps + warp_id()) * per_warp;
+    if (first >= task.weight.rows) return;
+    int target[COUNT];
+    for (int b = 0; b < COUNT; ++b) target[b] = b;
+    float y[COUNT];
+    row_products<COUNT>(task.weight, first, in, target, batch->rows, stage[warp_id()], y);
+    const int lanes = 32 / per_warp;
+    const int row = first + lane_id() / lanes;
+    if (lane_id() % lanes == 0 && row < task.weight.rows)
+        for (int b = 0; b < COUNT; ++b)
+            if (b < batch->rows) task.out[static_cast<int64_t>(b) * task.out_width + row] = y[b];
+}
+
+// The same for the rows whose logits are wanted: out row i is that of batch->logits_row[i].
+template <int COUNT>
+__device__ inline void logits(const Batch* batch, Matrix weight, Inputs in, float* out) {
+    __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
+    const int per_warp = rows_per_warp(weight.columns);
+    const int first = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * per_warp;
+    if (first >= weight.rows || batch->logits == 0) return;
+    int target[COUNT];
+    for (int b = 0; b < COUNT; ++b) target[b] = b < batch->logits ? batch->logits_row[b] : 0;
+    float y[COUNT];
+    row_products<COUNT>(weight, first, in, target, batch->logits, stage[warp_id()], y);
+    const int lanes = 32 / per_warp;
+    const int row = first + lane_id() / lanes;
+    if (lane_id() % lanes == 0 && row < weight.rows)
+        for (int b = 0; b < COUNT; ++b)
+            if (b < batch->logits) out[static_cast<int64_t>(b) * weight.rows + row] = y[b];
+}
+
+// grid (ceil(columns / 256), rows), block 256
+extern "C" __global__ void embed(const Batch* batch, const uint8_t* weight, int type, int columns, int row_bytes, float* out) {
+    const int row = static_cast<int>(blockIdx.y);
+    const int e = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
+    if (row >= batch->rows || e >= columns) return;
+    const uint8_t* from = weight + static_cast<int64_t>(batch->token[row]) * row_bytes;
+    float value = 0.0f;
+    switch (type) {
+#define SPARK_INTEGER(TYPE) case TYPE: value = dequantised<Decoder<TYPE>>(from, e); break;
+#define SPARK_FLOAT(TYPE) case TYPE: value = float_element<TYPE>(from, e); break;
+        SPARK_TYPES(SPARK_INTEGER, SPARK_INTEGER, SPARK_FLOAT)
+#undef SPARK_INTEGER
+#undef SPARK_FLOAT
+        default: __trap();
+    }
+    out[static_cast<int64_t>(row) * columns + e] = value;
+}
+
+// Rows of floats to the forms that are not null. grid (ceil(columns / 256), rows), block 256. `rows`: null for all rows of
+// the grid, else how many there are.
+extern "C" __global__ void quantise(const int* rows, const float* x, int columns, int8_t* q256, float* a256, int8_t* q32, float* a32) {
+    __shared__ uint32_t shared[8];
+    const int row = static_cast<int>(blockIdx.y);
+    if (rows != nullptr && row >= *rows) return;
+    const int first = static_cast<int>(blockIdx.x) * 256;
+    const int count = columns - first < 256 ? columns - first : 256;
+    const int64_t place = static_cast<int64_t>(row) * columns + first;
+    const int e = static_cast<int>(threadIdx.x);
+    quantise_span(e < count ? x[place + e] : 0.0f, count, q256 == nullptr ? nullptr : q256 + place,
+                  a256 == nullptr ? nullptr : a256 + place / 256, q32 == nullptr ? nullptr : q32 + place,
+                  a32 == nullptr ? nullptr : a32 + place / 32, shared);
+}
+
+#define SPARK_LINEAR(COUNT)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                    \
+        linear_##COUNT(const Batch* batch, const Task* tasks, int count, const float* x,                  \
+                       const int8_t* q256, const float* a256, const int8_t* q32, const float* a32) {                    \
+        linear<COUNT>(batch, tasks, count, {x, q256, a256, q32, a32});                                           \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                    \
+        logits_##COUNT(const Batch* batch, const uint8_t* weight, int type, int rows, int columns, int row_bytes,     \
+                       const float* x, const int8_t* q256, const float* a256, const int8_t* q32, const float* a32,      \
+                       float* out) {                                                                                    \
+        logits<COUNT>(batch, {reinterpret_cast<uint64_t>(weight), type, rows, columns, row_bytes}, {x, q256, a256, q32, a32}, out);         \
+    }
+SPARK_COUNTS(SPARK_LINEAR)
+
+}  // namespace spark

@@ -1,0 +1,28 @@
+"""Fixtures of the emulator's tests."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler() -> None:
+    """Kernels are compiled when they are first needed."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no g++ to compile the kernels with")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed for dice, printed with a failure; SPARKD_SEED repeats it."""
+    chosen = int(os.environ.get("SPARKD_SEED", random.SystemRandom().getrandbits(32)))
+    print(f"SPARKD_SEED={chosen}")
+    return chosen

@@ -1,0 +1,147 @@
+"""A device for tests: kernels run in the emulator, streams are as late as they may be, memory is counted."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from simt import Kernel, build
+
+from sparkd.errors import DeviceError
+from sparkd.executors.device import ALIGNMENT, Launch
+
+
+class HostEvent:
+    """A point in a stream: reached once `mark` operations have run."""
+
+    def __init__(self, stream: HostStream) -> None:
+        self._stream = stream
+        self._mark = stream.given
+
+    def done(self) -> bool:
+        self._stream.poke()
+        return self._stream.run >= self._mark
+
+    def synchronize(self) -> None:
+        self._stream.run_to(self._mark)
+
+
+class HostStream:
+    """Nothing that is given runs before somebody waits for it, or the dice say so; copies read their source then."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self._dice = dice
+        self.given = 0
+        self.run = 0
+
+    def push(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+        self.given += 1
+
+    def run_to(self, mark: int) -> None:
+        while self.run < mark:
+            self._queue.popleft()()
+            self.run += 1
+
+    def poke(self) -> None:
+        self.run_to(self.run + self._dice.randint(0, len(self._queue)))
+
+    def record(self) -> HostEvent:
+        return HostEvent(self)
+
+    def wait(self, event: HostEvent) -> None:
+        self.push(event.synchronize)
+
+    def synchronize(self) -> None:
+        self.run_to(self.given)
+
+
+class HostGraph:
+    """Work that was captured: the same operations with the same arguments, again and again."""
+
+    def __init__(self, work: list[Callable[[], None]]) -> None:
+        self._work = work
+
+    def replay(self, stream: HostStream) -> None:
+        for operation in self._work:
+            stream.push(operation)
+        stream.poke()
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def push(self, operation: Callable[[], None]) -> None:
+        self.work.append(operation)
+
+
+class HostDevice:
+    """Implements `sparkd.executors.device.Device`. Fresh memory is full of 0xFF: a NaN in every form."""
+
+    def __init__(self, *, size: int = 1 << 30, seed: int = 0, order: str = "forward") -> None:
+        self.dice = random.Random(seed)
+        self.order = order
+        self.launched = 0
+        self._size = size
+        self._memory: dict[int, NDArray[np.uint8]] = {}
+        self._kernels: dict[str, Kernel] = {}
+
+    def compile(self, source: str, kernels: Sequence[str]) -> None:
+        library = build(source, kernels)
+        self._kernels.update((name, Kernel(library, name)) for name in kernels)
+
+    def allocate(self, size: int) -> int:
+        room = -(-size // ALIGNMENT) * ALIGNMENT
+        if self.memory()[0] < room:
+            raise DeviceError(f"{size} bytes of device memory are not to be had, {self.memory()[0]} are free")
+        memory = np.full(room + ALIGNMENT, 0xFF, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        self._memory[memory.ctypes.data + start] = memory[start : start + room]
+        return memory.ctypes.data + start
+
+    def free(self, address: int) -> None:
+        del self._memory[address]
+
+    def memory(self) -> tuple[int, int]:
+        return self._size - sum(memory.nbytes for memory in self._memory.values()), self._size
+
+    def stream(self) -> HostStream:
+        return HostStream(self.dice)
+
+    def upload(self, stream: HostStream, address: int, data: NDArray[np.generic]) -> None:
+        staged = np.ascontiguousarray(data).copy()
+        stream.push(lambda: ctypes.memmove(address, staged.ctypes.data, staged.nbytes))
+
+    def download(self, stream: HostStream, address: int, out: NDArray[np.generic]) -> None:
+        assert out.flags.c_contiguous
+        stream.push(lambda: ctypes.memmove(out.ctypes.data, address, out.nbytes))
+
+    def copy(self, stream: HostStream, target: int, source: int, size: int) -> None:
+        stream.push(lambda: ctypes.memmove(target, source, size))
+
+    def zero(self, stream: HostStream, address: int, size: int) -> None:
+        stream.push(lambda: ctypes.memset(address, 0, size))
+
+    def launch(self, stream: HostStream, launch: Launch) -> None:
+        kernel = self._kernels[launch.kernel]
+
+        def work() -> None:
+            self.launched += 1
+            seed = self.dice.getrandbits(32)
+            kernel(launch.grid, launch.block, launch.arguments, launch.shared, self.order, seed)
+
+        stream.push(work)
+
+    def capture(self, work: Callable[[HostStream], None]) -> HostGraph:
+        recorder = _Recorder()
+        work(recorder)
+        return HostGraph(recorder.work)
+
+    def register(self, address: int, size: int) -> int:
+        return address
