@@ -86,6 +86,7 @@ def constants() -> Iterator[tuple[str, str, str]]:
     yield "`PROMPT_SHARE`", f"{roofline.PROMPT_SHARE:.0%}", "fitted: 1,880 tokens/s of a prompt on an RTX 3060"
     yield "`HOT`", f"{hits.HOT}", "fitted: 39.7 of 312 choices missed at 60 % hot"
     yield "`RING`", f"{hits.RING}", "fitted: 5.6 of those 39.7 left by 16 slots"
+    yield "`RING_ALONE`", f"{hits.RING_ALONE}", "fitted: 71.3 % found by a ring of 40 % alone, the built-in model"
     yield "`CARD_CONTEXT`", f"{CARD_CONTEXT >> 20} MiB", "stated"
     yield "`CARD_MARGIN`", f"{CARD_MARGIN:.1%}", "stated: a 16 GiB card showed 15.3 GiB free"
     yield "`RESERVE_SLOTS`", f"{RESERVE_SLOTS}", "the design: two buffers of a prompt's cold experts"
@@ -155,6 +156,9 @@ HITS = (
     (0.6, 16, 1 - 5.6 / 312, "Laguna-XS.2, agent traffic (fitted)"),
     (0.6, 32, 1 - 0.8 / 312, "Laguna-XS.2, agent traffic"),
     (0.6, 48, 1 - 0.4 / 312, "Laguna-XS.2, agent traffic"),
+    (0.0, 64, 0.509, "the built-in model, held-out text, one domain"),
+    (0.0, 102, 0.713, "the built-in model, held-out text, one domain (fitted)"),
+    (0.0, 154, 0.872, "the built-in model, held-out text, one domain"),
     (0.25, 0, 0.584, "the built-in model, held-out text, one domain"),
     (0.4, 0, 0.751, "the built-in model, held-out text, one domain"),
     (0.6, 0, 0.875, "the built-in model, held-out text, one domain"),

@@ -15,13 +15,14 @@ from sparkd.config import Settings
 from sparkd.planning import hits, roofline
 from sparkd.planning.advice import device_advice, host_advice, largest_context
 from sparkd.planning.hardware import Gpu, Link
-from sparkd.planning.hits import Hits
+from sparkd.planning.hits import ENOUGH_ROWS, Hits
 from sparkd.planning.roofline import PROMPT, Processor, Speed
 from sparkd.planning.shape import Shape
 from sparkd.planning.work import Work
 from sparkd.residency.budget import Fit, Limit
 from sparkd.residency.device_budget import DeviceBudget, usable
-from sparkd.store.plan import STEP_ROWS, kv_and_state, limits_here, model_name
+from sparkd.store.plan import kv_and_state, limits_here, model_name
+from sparkd.store.planned import STEP_ROWS
 
 #: The part of a whole card that is left to driver, display and others (a 16 GiB RTX 5060 Ti shows 15.3 GiB free).
 CARD_MARGIN = 0.045
@@ -150,15 +151,16 @@ def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = No
 
 
 def _find_counts(shape: Shape) -> RoutingCounts | None:
-    """The profile that daemons of this user keep of the model; None when there is none that can be used."""
+    """The profile that daemons of this user keep of the model; None when there is none of enough rows."""
     folder = profile.state_folder()
     experts = max((stack.experts for stack in shape.work.stacks), default=0)
     if folder is None or not experts:
         return None
     try:
-        return profile.read(folder, shape.model.fingerprint, len(shape.work.stacks), experts)
+        counts = profile.read(folder, shape.model.fingerprint, len(shape.work.stacks), experts)
     except (OSError, profile.DamagedError, RoutingError):
         return None
+    return counts if counts.decode_rows >= ENOUGH_ROWS else None
 
 
 def _hits(shape: Shape, device: DeviceBudget | None, counts: RoutingCounts | None) -> Hits:

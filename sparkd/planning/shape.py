@@ -14,7 +14,8 @@ from sparkd.planning.work import Work, work_of
 from sparkd.residency.budget import Fit, Limit, tightest
 from sparkd.residency.device_budget import DeviceBudget, DeviceNeeds, Stack, divide
 from sparkd.store.layout import ArenaLayout
-from sparkd.store.plan import STEP_ROWS, host_needs, kv_and_state, open_model
+from sparkd.store.plan import host_needs, kv_and_state, open_model
+from sparkd.store.planned import STEP_ROWS
 
 #: Bytes of a CUDA context with our kernels. Stated, not measured.
 CARD_CONTEXT = 400 << 20

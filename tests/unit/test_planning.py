@@ -23,7 +23,8 @@ from sparkd.planning.shape import Shape, with_limits
 from sparkd.residency.budget import GIB, Limit, Scope
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.limits import host_limits
-from sparkd.store.plan import STEP_ROWS, make_plan
+from sparkd.store.plan import make_plan
+from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.state import PoolSize, StatePool
 
 ENOUGH = [Limit("enough", 1 << 50)]
@@ -223,6 +224,7 @@ def test_the_prior_gives_the_figures_it_was_fitted_to():
     experts = [256] * 39
     assert 312 * (1 - hits.prior(hot, experts, 0).ring) == pytest.approx(39.7, rel=0.02)
     assert 312 * (1 - hits.prior(hot, experts, 16).ring) == pytest.approx(5.6, rel=0.03)
+    assert hits.prior([0], [256], 102).ring == pytest.approx(0.713, abs=0.01)
 
 
 def test_more_slots_never_hit_less():
@@ -234,11 +236,10 @@ def test_more_slots_never_hit_less():
     assert hits.prior([256], [256], 0) == hits.Hits(1.0, 1.0, "every expert is there")
 
 
-def test_counts_are_believed_once_there_are_enough_of_them():
+def test_counts_tell_what_each_layers_busiest_experts_hit():
     counts = [[90, 5, 5, 0], [25, 25, 25, 25]]
     made = hits.counted(counts, 1000, [1, 2], [4, 4], 0)
     assert (made.hot, made.source) == (pytest.approx((0.9 + 0.5) / 2), "this model's profile (1000 tokens)")
-    assert hits.counted(counts, 999, [1, 2], [4, 4], 0) == hits.prior([1, 2], [4, 4], 0)
     assert hits.counted([[0] * 4, [1] * 4], 5000, [1, 2], [4, 4], 0).source.startswith("the prior")
 
 
@@ -250,12 +251,14 @@ def test_the_profile_of_a_model_is_used_and_a_damaged_one_stays_where_it_is(tmp_
     counts = RoutingCounts(layers, experts)
     counts.decode = np.zeros((layers, experts), np.uint64)
     counts.decode[:, 0] = 2000
-    counts.decode_rows = 2000
-    profile.save(tmp_path, shape.model.fingerprint, counts)
     fixed = shape.device(settings, 1 << 40, 0).needs.fixed
     some = (fixed + 16 * shape.work.stacks[0].record_bytes + 2 * layers * shape.work.stacks[0].record_bytes) / GIB
+    for rows, source in ((999, "the prior (no profile of this model)"), (2000, "this model's profile (2000 tokens)")):
+        counts.decode_rows = rows
+        profile.save(tmp_path, shape.model.fingerprint, counts)
+        assert make_forecast(settings, machine("rtx-3090", some, ring=0)).hits.source == source
     made = make_forecast(settings, machine("rtx-3090", some, ring=0))
-    assert made.hits.source == "this model's profile (2000 tokens)" and made.hits.hot == 1.0
+    assert made.hits.hot == 1.0
     assert 0 < made.device.residency < 1
     path = profile.profile_path(tmp_path, shape.model.fingerprint)
     path.write_bytes(path.read_bytes()[:-1])
