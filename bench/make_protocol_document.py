@@ -20,6 +20,7 @@ from typing import Any
 
 import msgpack
 
+from sparkd import tags
 from sparkd.ipc import messages as m
 from sparkd.ipc import wire
 from sparkd.supervisor import front_door, questions, requests
@@ -60,6 +61,8 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "timeout_s": "seconds until the request fails, more than 0, at most the daemon's limit; nil: that limit",
         "parts": "give the answer in parts (see “Answers in parts”); only with `chat`",
         "call": 'make the answer a call of the tool of this name, or with `""` of any; only with `parts` and `tools`',
+        "traffic_tag": f"a name for the kind of traffic (coding, legal ...), up to {tags.MAX_TAG_BYTES} of a to z, "
+        "0 to 9, _ and -, under which the experts that the request uses are learned; empty: none",
     },
     m.Credit: {"request": REQUEST, "chunks": "chunks that the app has consumed since it last said so, 1 and up"},
     m.Cancel: {"request": f"{REQUEST}; one of this connection"},

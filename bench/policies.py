@@ -87,7 +87,7 @@ def _shadow(rule: Rule, slots: int, steps: Sequence[list[int]], records: int, pr
 def _ours(trace: Trace, slots: int, steps: Sequence[list[int]]) -> tuple[int, Rule]:
     """Hits of a tier that follows the adviser, less what placements brought."""
     layers = trace.ids.shape[2]
-    tier = Tier("host", (LayerSize(0, trace.experts),) * layers, (1,), (slots,))
+    tier = Tier("host", (LayerSize(0, trace.experts),) * layers, (1,), (slots,), (0,))
     adviser, counts = Adviser(tier), RoutingCounts(layers, trace.experts)
     live = Shadow([0] * trace.records, [slots], FIRST)
     hits = 0

@@ -27,6 +27,8 @@ def _chat(args: argparse.Namespace) -> int:
     parameters: Parameters = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     if args.seed is not None:
         parameters["seed"] = args.seed
+    if args.tag:
+        parameters["traffic_tag"] = args.tag
     session = Session(args.socket, args.system, {"enable_thinking": True} if args.think else {}, parameters)
     with closing(session):
         return session.run()
@@ -47,5 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="most tokens of an answer (1024)")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the best token (0.7)")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="from the best that sum up to P (0.95)")
+    parser.add_argument("--tag", default="", metavar="NAME", help="learn what experts this traffic uses as NAME's")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers (drawn)")
     return parser

@@ -80,6 +80,7 @@ class Generate:
     many of the most likely tokens Chunk names beside each chosen one. `timeout_s`: seconds from now after which the
     request fails, wherever it is then; None: the daemon's limit. `parts`: the answer to a chat comes as thought, text
     and calls of `tools`. `call`: the answer is a call, without a thought, of the tool of that name ("": of any).
+    `traffic_tag`: a name for the kind of traffic, under which the experts that the request uses are counted.
     """
 
     tag: int
@@ -98,6 +99,7 @@ class Generate:
     timeout_s: float | None = None
     parts: bool = False
     call: str | None = None
+    traffic_tag: str = ""
 
 
 @message("accepted")

@@ -26,6 +26,7 @@ class Parameters(TypedDict, total=False):
     parts: give an answer in parts: thought, text, and calls of tools (`Output.reasoning`, `Output.calls`).
     call: make the answer a call of the tool of this name, "": of any; only with parts and tools.
     timeout_s: seconds after which the request fails, wherever it is then; None: the daemon's limit.
+    traffic_tag: a name for the kind of traffic ("coding", "legal"): what experts it uses is learned under that name.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Parameters(TypedDict, total=False):
     timeout_s: float | None
     parts: bool
     call: str | None
+    traffic_tag: str
 
 
 _SAMPLING = {field.name for field in dataclasses.fields(m.Sampling)}

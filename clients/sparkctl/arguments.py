@@ -142,6 +142,9 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument(
         "--deadline", type=_seconds, metavar="S", help="fail when it takes longer (default: the daemon's limit)"
     )
+    parser.add_argument(
+        "--tag", default="", metavar="NAME", help="a name for the kind of traffic, under which its experts are learned"
+    )
     parser.add_argument("--stats", action="store_true", help="tokens and speed on standard error at the end")
     _add_connection(parser)
     _add_json(parser, "text, tokens and figures, all at the end")

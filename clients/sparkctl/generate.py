@@ -58,6 +58,7 @@ def _start(client: Client, args: argparse.Namespace, prompt: str) -> Stream:
         "max_tokens": args.max_tokens,
         "ignore_eos": args.ignore_eos,
         "timeout_s": args.deadline,
+        "traffic_tag": args.tag,
     }
     if not args.chat:
         return client.generate(prompt, **sampling)

@@ -24,12 +24,16 @@ WARM = RULES[-1]
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A tier: its expert layers, and for each slab the bytes of a record and the slots for hot set and ring."""
+    """A tier: its expert layers, and for each slab the bytes of a record and the slots for hot set and ring.
+
+    `spare` of these slots are kept free.
+    """
 
     name: str
     layers: tuple[LayerSize, ...]
     record_bytes: tuple[int, ...]
     slots: tuple[int, ...]
+    spare: tuple[int, ...]
 
     @property
     def records(self) -> int:
@@ -43,10 +47,11 @@ class Adviser:
     def __init__(self, tier: Tier, version: int = 0, sample: int = SAMPLE) -> None:
         """`version` is that of the last placement before; later ones have higher ones."""
         self.tier = tier
-        self.tuner = Tuner(tier.layers, tier.slots, sample=sample)
+        capacity = [slots - spare for slots, spare in zip(tier.slots, tier.spare, strict=True)]
+        self.tuner = Tuner(tier.layers, capacity, sample=sample)
         self.rule = FIRST
         self._hot: list[list[int]] = [[] for _ in tier.layers]
-        self._version = version
+        self.version = version
         self._next = PAUSE
 
     def warm(self, heat: NDArray[np.float64]) -> Placement | None:
@@ -83,5 +88,5 @@ class Adviser:
         return choose_hot(heat.tolist(), self.tier.layers, self.tier.record_bytes, room, self._hot)
 
     def _placement(self) -> Placement:
-        self._version += 1
-        return Placement(self._version, self._hot, 1.0 - self.rule.pinned, self.rule.half_life)
+        self.version += 1
+        return Placement(self.version, self._hot, 1.0 - self.rule.pinned, self.rule.half_life)

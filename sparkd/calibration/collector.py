@@ -1,4 +1,7 @@
-"""The calibrator at work: takes routed ids from the ring, counts them, keeps the counts, and says what it counted."""
+"""The calibrator at work: takes routed ids from the ring, counts and keeps them, and advises tiers that lack room.
+
+What it decides is elsewhere and pure: `counts`, `adviser`, `worth`. Placements go to the tier through the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from sparkd.calibration import profile
+from sparkd.calibration.adviser import Adviser, Tier
 from sparkd.calibration.counts import RoutingCounts, RoutingError, busiest_share
+from sparkd.calibration.worth import SHARES, Drift, coverage, worth
+from sparkd.ipc import internal
 from sparkd.ipc.child import Child, ChildArguments
 from sparkd.ipc.internal import Ready, StatusAnswer, StatusQuery
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import Json
+from sparkd.ipc.messages import Json, Message
 from sparkd.ipc.routing import Routed, RoutingRing, TornError
+from sparkd.residency.placement import Placement
+from sparkd.residency.slabs import LayerSize
 
 #: Seconds between two looks at the ring, which holds far more than what comes meanwhile.
 _POLL_S = 0.25
@@ -36,6 +44,11 @@ class Collector:
         self._folder = profile.state_folder()
         self._note = ""
         self._counts = self._load()
+        self._tags = [""]
+        self._adviser: Adviser | None = None
+        self._model = ""
+        #: Of the last placement, by this calibrator or one before.
+        self._version = 0
         self._steps = 0
         self._refused = 0
         self._saved_steps = 0
@@ -49,8 +62,7 @@ class Collector:
             queries = self._child.wait(0.0 if behind else _POLL_S)
             behind = self._collect()
             for query in queries:
-                if isinstance(query, StatusQuery):
-                    self._child.send(StatusAnswer(query.job, self._child.role, self.status()))
+                self._answer(query)
             if time.monotonic() >= self._save_at:
                 self._save()
         while self._collect():
@@ -62,18 +74,48 @@ class Collector:
         self._region.close()
 
     def status(self) -> dict[str, Json]:
-        """Counts per [expert layer][expert], and the share of work of the busiest quarter of each layer's experts."""
+        """Counts per [expert layer][expert], what they are worth, and what the tier was told."""
         counts = self._counts
         status: dict[str, Json] = {
             "steps": self._steps,
             "refused": self._refused,
             "dropped_steps": self._ring.dropped,
-            "profile": {"path": self._where(), "note": self._note},
+            "profile": {"path": self._where(), "note": self._note, "saved": self._saved_at()},
+            "worth": self._worth(),
+            "tier": self._tier(),
         }
         kinds = (("decode", counts.decode, counts.decode_rows), ("prefill", counts.prefill, counts.prefill_rows))
         for kind, table, rows in kinds:
             status[kind] = {"rows": rows, "counts": table.tolist(), "busiest_quarter": busiest_share(table)}
         return status
+
+    def _answer(self, msg: Message) -> None:
+        match msg:
+            case StatusQuery():
+                self._child.send(StatusAnswer(msg.job, self._child.role, self.status()))
+            case internal.Placement():
+                self._version = msg.version
+            case internal.Tier():
+                self._advise_on(msg)
+
+    def _advise_on(self, told: internal.Tier) -> None:
+        """Advise this tier from now on; the profile is what it is filled by."""
+        layers = tuple(map(LayerSize, told.slabs, told.experts))
+        tier = Tier(told.tier, layers, tuple(told.record_bytes), tuple(told.slots), tuple(told.spare))
+        self._model = told.model
+        self._adviser = Adviser(tier, self._version)
+        self._publish(self._adviser.warm(self._counts.blended()))
+
+    def _publish(self, placement: Placement | None) -> None:
+        if placement is None or self._adviser is None:
+            return
+        hot = [list(experts) for experts in placement.hot]
+        tier = self._adviser.tier.name
+        self._child.send(
+            internal.Placement(placement.version, self._model, tier, hot, placement.ring, placement.half_life)
+        )
+        self._version = placement.version
+        _log.info("placement %d for the %s: %s", placement.version, tier, self._adviser.rule.name)
 
     def _collect(self) -> bool:
         """Count what is there; true when there may be more."""
@@ -87,16 +129,70 @@ class Collector:
             except TornError as error:
                 self._refused += 1
                 _log.error("dropped what was in the ring: %s", error)
+            adviser = self._adviser
+            if adviser is not None and adviser.due:
+                self._publish(adviser.advise(self._counts.blended()))
         return True
 
     def _count(self, routed: Routed) -> None:
         ids = np.frombuffer(routed.ids, "<i2").reshape(self._ring.layers, routed.rows, routed.top_k)
+        kinds = np.frombuffer(routed.kinds, np.uint8)
         try:
-            self._counts.add(ids, np.frombuffer(routed.decode, np.uint8) != 0)
+            numbers = self._counts.add(ids, (kinds & 1) != 0, [self._tag(kind >> 1) for kind in kinds.tolist()])
             self._steps += 1
         except RoutingError as error:
             self._refused += 1
             _log.warning("dropped a step of a worker: %s", error)
+            return
+        if self._adviser is not None and len(numbers):
+            self._adviser.step(numbers)
+
+    def _tag(self, number: int) -> str:
+        if number >= len(self._tags):
+            self._tags = self._ring.tags
+        return self._tags[number] if number < len(self._tags) else ""
+
+    def _worth(self) -> dict[str, Json]:
+        found = worth(self._counts)
+        tags: dict[str, Json] = {}
+        recent = sum(traffic.recent for traffic in self._counts.tags.values())
+        for tag, traffic in sorted(self._counts.tags.items()):
+            table = traffic.decode.table
+            tags[tag] = {
+                "rows": traffic.decode.rows,
+                "recent": traffic.recent / recent if recent else 0.0,
+                "hottest": [coverage(table, table, share) for share in SHARES],
+            }
+        return {
+            "shares": list(SHARES),
+            "hottest": list(found.profile),
+            "hottest_recent": list(found.recent),
+            "recent_rows": self._counts.recent.rows,
+            "drift": found.drift.value,
+            "drifted": found.drift is Drift.DRIFTED,
+            "worth_having": found.having,
+            "tags": tags,
+        }
+
+    def _tier(self) -> dict[str, Json]:
+        adviser = self._adviser
+        if adviser is None:
+            return {}
+        tier, rates = adviser.tier, adviser.tuner.rates()
+        return {
+            "name": tier.name,
+            "slots": sum(tier.slots),
+            "records": tier.records,
+            "placement": adviser.version,
+            "rule": adviser.rule.name,
+            "hit_rates": {rule.name: rate for rule, rate in rates.items()},
+        }
+
+    def _saved_at(self) -> float | None:
+        try:
+            return Path(self._where()).stat().st_mtime
+        except OSError:
+            return None
 
     def _load(self) -> RoutingCounts:
         ring = self._ring

@@ -7,7 +7,6 @@ all weights are brought down together when they get large.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,10 +18,9 @@ MAX_WORDS = 1 << 22
 #: Rows of one kind of one tag after which a row counts half: some hours of one user.
 HALF_LIFE = 16384.0
 #: Decode rows, of all tags, after which one counts half in telling what traffic is there now.
-RECENT = 1024.0
+RECENT = 512.0
 #: Tags that are told apart; the one that was used least of late gives way to a further one.
 MAX_TAGS = 16
-TAG = re.compile(r"[a-z0-9_-]{0,24}")
 #: Weights are brought down when one row's exceeds this.
 _LARGE = 2.0**200
 
@@ -62,7 +60,7 @@ class Decayed:
 
     def put(self, table: NDArray[np.float64], rows: float) -> None:
         """Go on from these counts."""
-        self._table, self._rows, self._weight = table.astype(np.float64), rows, 1.0
+        self._table, self._rows, self._weight = table.copy(), float(rows), 1.0
 
 
 @dataclass(slots=True)
@@ -78,7 +76,8 @@ class RoutingCounts:
     """Counts per (expert layer, expert) of one model.
 
     `decode` and `prefill` are uint64 [layers, experts], all there ever was; `decode_rows` and `prefill_rows` count
-    token rows. `tags` has the decayed counts of each tag, "" for requests without one.
+    token rows. `tags` has the decayed counts of each tag, "" for requests without one; `recent` those of decode rows
+    of late, whatever their tag.
     """
 
     def __init__(self, layers: int, experts: int) -> None:
@@ -89,6 +88,7 @@ class RoutingCounts:
         self.decode_rows = 0
         self.prefill_rows = 0
         self.tags: dict[str, Traffic] = {}
+        self.recent = Decayed(layers, experts, RECENT)
         self._bases = (np.arange(layers) * experts)[:, None, None]
 
     def add(
@@ -117,12 +117,23 @@ class RoutingCounts:
     def blended(self) -> NDArray[np.float64]:
         """Decode counts that tell what is wanted now: each tag's, by its share of what was decoded of late."""
         blend = np.zeros(self.decode.shape)
-        recent = sum(traffic.recent for traffic in self.tags.values())
-        known = [traffic for traffic in self.tags.values() if traffic.decode.rows > 0 and traffic.recent > 0]
-        rows = sum(traffic.recent / recent * traffic.decode.rows for traffic in known)
-        for traffic in known:
+        rows, recent = self.blended_rows, self._recent
+        for traffic in self._known:
             blend += traffic.decode.table * (rows * traffic.recent / recent / traffic.decode.rows)
         return blend
+
+    @property
+    def blended_rows(self) -> float:
+        """Decode rows that `blended` stands for."""
+        return sum(traffic.recent / self._recent * traffic.decode.rows for traffic in self._known)
+
+    @property
+    def _known(self) -> list[Traffic]:
+        return [traffic for traffic in self.tags.values() if traffic.decode.rows > 0 and traffic.recent > 0]
+
+    @property
+    def _recent(self) -> float:
+        return sum(traffic.recent for traffic in self._known)
 
     def traffic(self, tag: str) -> Traffic:
         """The counts of a tag, which takes the place of another one when there are too many."""
@@ -138,6 +149,7 @@ class RoutingCounts:
         size = self.decode.size
         if len(decode):
             traffic.decode.add(decode)
+            self.recent.add(decode)
             self.decode += np.bincount(decode.ravel(), minlength=size).reshape(self.decode.shape).astype(np.uint64)
             self.decode_rows += len(decode)
             for other in self.tags.values():

@@ -1,8 +1,10 @@
 """What was counted, kept over restarts: one file for each model, ids of experts and counts only.
 
-    sparkd-profile 1 SHA-256 of what follows
-    {"fingerprint": ..., "decode": {"rows": ..., "counts": [[...], ...]}, "prefill": {...}}
+    sparkd-profile 2 SHA-256 of what follows
+    {"fingerprint": ..., "decode": {"rows": ..., "counts": [[...], ...]}, "prefill": {...},
+     "tags": {TAG: {"recent": ..., "decode": {"rows": ..., "counts": ...}, "prefill": {...}}, ...}}
 
+The tables of the tags are decayed and rounded. Version 1 had none: there the totals stand in for those of the tag "".
 A profile is replaced at once or not at all. One that cannot be read is set aside (its name gains `.damaged`), never
 used and never overwritten by the next; whoever loads is told why.
 """
@@ -21,9 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkd.calibration.counts import RoutingCounts
+from sparkd.calibration.counts import HALF_LIFE, MAX_TAGS, Decayed, RoutingCounts, Traffic
+from sparkd.tags import TRAFFIC_TAG
 
-VERSION = 1
+VERSION = 2
 _MAGIC = "sparkd-profile"
 #: Longest file that is read: more than twice what the largest table of counts takes.
 _MAX_BYTES = 256 << 20
@@ -115,7 +118,19 @@ def _tables(counts: RoutingCounts) -> dict[str, Any]:
     return {
         "decode": {"rows": counts.decode_rows, "counts": counts.decode.tolist()},
         "prefill": {"rows": counts.prefill_rows, "counts": counts.prefill.tolist()},
+        "tags": {
+            tag: {
+                "recent": round(traffic.recent),
+                "decode": _rounded(traffic.decode),
+                "prefill": _rounded(traffic.prefill),
+            }
+            for tag, traffic in counts.tags.items()
+        },
     }
+
+
+def _rounded(decayed: Decayed) -> dict[str, Any]:
+    return {"rows": round(decayed.rows), "counts": np.rint(decayed.table).astype(np.int64).tolist()}
 
 
 def _counts(data: bytes, fingerprint: str, layers: int, experts: int) -> RoutingCounts:
@@ -123,8 +138,8 @@ def _counts(data: bytes, fingerprint: str, layers: int, experts: int) -> Routing
     words = head[:200].decode(errors="replace").split(" ")
     if len(data) > _MAX_BYTES or len(words) != 3 or words[0] != _MAGIC:
         raise DamagedError("this is no profile")
-    if words[1] != str(VERSION):
-        raise DamagedError(f"this daemon reads profiles of version {VERSION}, this one has {words[1][:20]!r}")
+    if words[1] not in ("1", str(VERSION)):
+        raise DamagedError(f"this daemon reads profiles up to version {VERSION}, this one has {words[1][:20]!r}")
     if words[2] != hashlib.sha256(body).hexdigest():
         raise DamagedError("the checksum does not fit")
     try:
@@ -134,15 +149,55 @@ def _counts(data: bytes, fingerprint: str, layers: int, experts: int) -> Routing
         counts = RoutingCounts(layers, experts)
         counts.decode, counts.decode_rows = _table(content["decode"], layers, experts)
         counts.prefill, counts.prefill_rows = _table(content["prefill"], layers, experts)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        if words[1] == "1":
+            _scale_down(counts)
+            return counts
+        if len(content["tags"]) > MAX_TAGS:
+            raise DamagedError(f"it has {len(content['tags'])} tags")
+        for tag, told in content["tags"].items():
+            if TRAFFIC_TAG.fullmatch(tag) is None:
+                raise DamagedError("it holds what is no tag")
+            counts.tags[tag] = Traffic(
+                _decayed(told["decode"], layers, experts),
+                _decayed(told["prefill"], layers, experts),
+                float(_count(told["recent"])),
+            )
+        return counts
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise error if isinstance(error, DamagedError) else DamagedError("it lacks what a profile has") from None
-    return counts
+
+
+def _scale_down(counts: RoutingCounts) -> None:
+    """Let totals stand in for decayed counts: no more rows than such counts can have."""
+    most = HALF_LIFE / np.log(2)
+    traffic = counts.traffic("")
+    for decayed, table, rows in (
+        (traffic.decode, counts.decode, counts.decode_rows),
+        (traffic.prefill, counts.prefill, counts.prefill_rows),
+    ):
+        scale = min(1.0, most / max(rows, 1))
+        decayed.put(table * scale, rows * scale)
+    traffic.recent = traffic.decode.rows
+
+
+def _decayed(content: Any, layers: int, experts: int) -> Decayed:
+    decayed = Decayed(layers, experts)
+    table, rows = _table(content, layers, experts)
+    decayed.put(table.astype(np.float64), rows)
+    return decayed
 
 
 def _table(content: Any, layers: int, experts: int) -> tuple[NDArray[np.uint64], int]:
     table, rows = content["counts"], content["rows"]
     if len(table) != layers or any(len(row) != experts for row in table):
         raise DamagedError(f"its counts are not those of {layers} layers of {experts} experts")
-    if any(type(n) is not int or not 0 <= n < _MAX_COUNT for n in (rows, *(n for row in table for n in row))):
+    for row in table:
+        for number in row:
+            _count(number)
+    return np.array(table, np.uint64), _count(rows)
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < _MAX_COUNT:
         raise DamagedError("it holds what is no count")
-    return np.array(table, np.uint64), rows
+    return number

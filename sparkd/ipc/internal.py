@@ -82,6 +82,7 @@ class Run:
     logprobs: int | None = None
     parts: bool = False
     call: str | None = None
+    traffic_tag: str = ""
 
 
 @message("admitted")
@@ -266,6 +267,23 @@ class Used:
     step: int
     decode: bytes
     prefill: bytes
+
+
+@message("tier")
+class Tier:
+    """How a tier that does not hold everything looks, told by its owner for the calibrator.
+
+    Of each expert layer its slab and its experts; of each slab the bytes of a record, the slots for hot set and ring,
+    and how many of these are kept free.
+    """
+
+    model: str
+    tier: str
+    slabs: list[int]
+    experts: list[int]
+    record_bytes: list[int]
+    slots: list[int]
+    spare: list[int]
 
 
 @message("placement")

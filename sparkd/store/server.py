@@ -10,7 +10,7 @@ from sparkd.errors import ModelFileError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.ipc.child import Child, ChildArguments
-from sparkd.ipc.internal import ChildProgress, Ready, StatusAnswer, StatusQuery
+from sparkd.ipc.internal import ChildProgress, Ready, StatusAnswer, StatusQuery, Tier
 from sparkd.ipc.memory import Region
 from sparkd.ipc.messages import Json, Message, MessageError
 from sparkd.ipc.sockets import PeerGone, PeerSlow, Router
@@ -36,6 +36,7 @@ class StoreServer:
         self._child = child
         self._region = Region.map(given.arena_fd)
         arena = open_arena(self._region, Settings.from_json(given.settings), given.fingerprint)
+        self._arena = arena
         residents = Residents(arena)
         self._loader = Loader(residents)
         self._service = StoreService(residents, self._loader, model_name(arena.model))
@@ -82,6 +83,8 @@ class StoreServer:
         child.send(ChildProgress(child.role, "load", loader.done, loader.total, "bytes"))
         if not loading:
             child.watch(None)
+            if self._arena.layout.partial:
+                child.send(describe(self._service.model, self._arena.layout))
             child.send(Ready(child.role, self._status()))
         return not loading
 
@@ -112,6 +115,20 @@ class StoreServer:
         except PeerSlow as error:
             _log.warning("%s", error)
             self._service.unsent(reply)
+
+
+def describe(model: str, layout: ArenaLayout) -> Tier:
+    """The tier for the calibrator."""
+    sizes = [slab.size for slab in layout.slabs]
+    return Tier(
+        model=model,
+        tier="host",
+        slabs=[layer.slab for layer in layout.layers],
+        experts=[layer.experts for layer in layout.layers],
+        record_bytes=[slab.record_bytes for slab in layout.slabs],
+        slots=[size.ordinary for size in sizes],
+        spare=[size.spare for size in sizes],
+    )
 
 
 def open_arena(region: Region, settings: Settings, fingerprint: str = "") -> Arena:

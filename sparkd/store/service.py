@@ -38,7 +38,7 @@ class StoreService:
         self._residents = residents
         self._arena = residents.arena
         self._loader = loader
-        self._model = model
+        self.model = model
         self._records = sum(layer.experts for layer in self._arena.layout.layers)
         self._workers: dict[int, bytes] = {}
         self._leases: dict[int, _Asked] = {}
@@ -101,7 +101,7 @@ class StoreService:
         layout = self._arena.layout
         residents = self._residents.residents()
         return {
-            "model": self._model,
+            "model": self.model,
             "fingerprint": self._arena.model.fingerprint,
             "arena_bytes": layout.total_bytes,
             "core_bytes": layout.core_bytes,
@@ -137,7 +137,7 @@ class StoreService:
             self._workers[msg.worker] = peer
             self._residents.attach(msg.worker)
         return Attached(
-            model=self._model,
+            model=self.model,
             fingerprint=arena.model.fingerprint,
             layout_version=VERSION,
             arena_bytes=arena.layout.total_bytes,
@@ -199,7 +199,7 @@ class StoreService:
         self._leases = {number: asked for number, asked in self._leases.items() if asked.peer != peer}
 
     def _wrong_model(self, name: str) -> str | None:
-        return None if name in ("", self._model) else f"model {name!r} is not served here, {self._model!r} is"[:500]
+        return None if name in ("", self.model) else f"model {name!r} is not served here, {self.model!r} is"[:500]
 
     def _wrong_records(self, records: list[list[int]]) -> str | None:
         layers = self._arena.layout.layers

@@ -8,7 +8,7 @@ from sparkd.config import LimitSettings
 from sparkd.errors import RequestError, UnsupportedError
 from sparkd.ipc.messages import Generate
 from sparkd.text.stop import check_stops
-from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens
+from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens, check_traffic_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ def check(ask: Generate, served: Served, limits: LimitSettings) -> None:
     check_sampling(ask.sampling, served.vocab)
     check_logprobs(ask.logprobs)
     check_stops(ask.stop)
+    check_traffic_tag(ask.traffic_tag)
     if ask.tokens is not None:
         check_tokens(ask.tokens, served.vocab)
         check_length(len(ask.tokens), ask.max_tokens, served.context)

@@ -87,6 +87,7 @@ class Entry:
             ignore_eos=ask.ignore_eos,
             produced=self.produced.tolist(),
             logprobs=ask.logprobs,
+            traffic_tag=ask.traffic_tag,
             parts=ask.parts,
             call=ask.call,
         )

@@ -34,6 +34,7 @@ from sparkd.ipc.sockets import CLIENT_MODE, Malformed, PeerGone, PeerSlow, Route
 from sparkd.store.planned import Plan
 from sparkd.supervisor import overview, status
 from sparkd.supervisor.admission import Served
+from sparkd.supervisor.advice import Advice
 from sparkd.supervisor.children import ChildProcess, Children, Condition
 from sparkd.supervisor.front_door import FrontDoor
 from sparkd.supervisor.holding import Holding
@@ -100,6 +101,7 @@ class Supervisor:
         regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})
         self._children = Children(lock.run_dir, settings.to_json(), plan.fingerprint, regions, lock.record)
         self._rounds = status.Rounds()
+        self._advice = Advice()
         self._holding = Holding(arena, settings.memory)
         self._loading = (0, 0)
         self._token_made = False
@@ -238,11 +240,18 @@ class Supervisor:
                 child.last_words = msg.message
                 if not self._was_ready:
                     self._failure = StartFailed(msg.code, msg.message)
+            case internal.Tier() | internal.Placement():
+                self._pass_on(msg)
             case internal.StatusAnswer():
                 child.status = msg.status
                 self._rounds.answered(msg.job, role)
             case _:
                 self._door.from_worker(msg, now)
+
+    def _pass_on(self, msg: internal.Tier | internal.Placement) -> None:
+        receiver = self._children.by_role.get(self._advice.take(msg))
+        if receiver is not None and receiver.condition is Condition.READY:
+            self._tell(receiver, msg)
 
     def _progress(self, msg: internal.ChildProgress) -> None:
         before = self._loading
@@ -261,6 +270,8 @@ class Supervisor:
         if child.role == "store":
             self._holding.begin()
         self._tell(child, internal.Reconfigure(self._children.settings))
+        for known in self._advice.for_new(child.role):
+            self._tell(child, known)
         if child.role == "worker" and not self._token_made:
             ask = m.Generate(tag=_FIRST_TOKEN, tokens=[0], max_tokens=1, ignore_eos=True)
             self._tell(child, Entry(ask).run(_FIRST_TOKEN))

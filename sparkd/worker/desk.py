@@ -130,6 +130,7 @@ class Texts:
             stops,
             clock,
             answer,
+            run.traffic_tag,
         )
 
     def _prompt(self, run: Run) -> list[int]:

@@ -49,10 +49,14 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts the rows of a step went to: ids int16 [expert layers, rows, top_k], and which rows are decode."""
+    """Which experts the rows of a step went to: ids int16 [expert layers, rows, top_k].
+
+    Of each row: whether it is decode, and the tag of its traffic.
+    """
 
     step: int
     decode: NDArray[np.uint8]
+    tags: list[str]
     ids: NDArray[np.int16]
 
 
@@ -224,7 +228,8 @@ class Engine:
         rows = result.experts.shape[1]
         decode = np.zeros(rows, np.uint8)
         decode[: len(step.decode)] = 1
-        self._routed(Routing(self.counts.steps, decode, result.experts))
+        tags = [piece.sequence.traffic_tag for piece in step.pieces for _ in range(piece.rows)]
+        self._routed(Routing(self.counts.steps, decode, tags, result.experts))
 
     def _advance(self, piece: Piece, logits: Iterator[NDArray[np.float32]], now: float) -> list[Message]:
         sequence = piece.sequence

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sparkd.errors import RequestError
 from sparkd.ipc.messages import Sampling
+from sparkd.tags import MAX_TAG_BYTES, TRAFFIC_TAG
 
 #: Beyond this every distribution is flat.
 MAX_TEMPERATURE = 100.0
@@ -35,6 +36,15 @@ def check_tokens(tokens: Sequence[int], vocab: int) -> None:
     outside = next((token for token in tokens if not 0 <= token < vocab), None)
     if outside is not None:
         raise RequestError(f"token {outside} is not in the vocabulary", fix=f"ids are 0 to {vocab - 1}")
+
+
+def check_traffic_tag(tag: str) -> None:
+    """RequestError for a tag that is too long, or of other characters than tags have."""
+    if TRAFFIC_TAG.fullmatch(tag) is None:
+        raise RequestError(
+            f"traffic_tag is {tag[:100]!r}",
+            fix=f"up to {MAX_TAG_BYTES} characters of a to z, 0 to 9, _ and -; or none",
+        )
 
 
 def check_sampling(sampling: Sampling, vocab: int) -> None:

@@ -44,7 +44,7 @@ class Sequence:
     """A request's ids and state. The first `known` ids (prompt, outputs of an earlier run) are there from the start.
 
     `sampling` has a seed. `logprobs`: how many of the most likely tokens are named beside each output; None: not asked.
-    `answer` reads the output where its parts were asked for.
+    `answer` reads the output where its parts were asked for. What it routes is counted under `traffic_tag`.
     """
 
     request: int
@@ -58,6 +58,7 @@ class Sequence:
     stops: StopMatcher
     clock: Clock
     answer: AnswerParser | None = None
+    traffic_tag: str = ""
     known: int = field(init=False)
     computed: int = 0
     #: Experts that decode rows went to, and how many of them the step had to wait for.

@@ -242,7 +242,8 @@ class WorkerServer:
         if self._ring is not None:
             _, rows, top_k = routing.ids.shape
             ids = np.ascontiguousarray(routing.ids, "<i2").tobytes()
-            self._ring.push(Routed(routing.step, rows, top_k, routing.decode.tobytes(), ids))
+            kinds = bytes(map(self._ring.kind, routing.decode.tolist(), routing.tags))
+            self._ring.push(Routed(routing.step, rows, top_k, kinds, ids))
 
     # ---- status ----
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from control import PATIENCE_S, Control, control, settings_for
 
-from sparkd.ipc.internal import Ready
+from sparkd.ipc.internal import Placement, Ready, Tier
 from sparkd.ipc.memory import Region
 from sparkd.ipc.routing import Routed, RoutingRing
 
@@ -121,7 +121,8 @@ def test_counts_are_kept_over_an_orderly_end(link: Control, region: Region, ring
     _, name = start(link, region)
     status = link.status(name)
     assert (status["decode"]["rows"], status["prefill"]["rows"], status["steps"]) == (1, 1, 0)
-    assert status["profile"] == {"path": str(tmp_path / "state" / "sparkd" / f"{MODEL}.profile"), "note": ""}
+    path = tmp_path / "state" / "sparkd" / f"{MODEL}.profile"
+    assert status["profile"] == {"path": str(path), "note": "", "saved": path.stat().st_mtime}
 
 
 def test_a_damaged_profile_is_said_in_status_and_log_and_does_not_stop_the_daemon(
@@ -163,3 +164,62 @@ def test_a_killed_calibrator_leaves_the_steps_it_had_not_dealt_with(
     child.wait()
     _, name = start(link, region)
     assert status_after(link, name, 50)["decode"]["rows"] == 50
+
+
+def test_tags_are_counted_apart_and_kept(link: Control, region: Region, ring: RoutingRing) -> None:
+    child, name = start(link, region)
+    ring.push(routed(ONE, [ring.kind(1, "coding")]))
+    ring.push(routed([[[4, 5], [0, 1]], [[6, 7], [2, 3]]], [ring.kind(1, "legal"), ring.kind(1, "")]))
+    told = status_after(link, name, 2)["worth"]["tags"]
+    assert set(told) == {"", "coding", "legal"}
+    assert told["legal"]["rows"] == 1.0 and told["coding"]["recent"] == pytest.approx(1 / 3, abs=0.01)
+    assert told["coding"]["hottest"] == [1.0, 1.0, 1.0]
+    child.terminate()
+    assert link.ended(child)[0] == 0
+    _, name = start(link, region)
+    assert set(link.status(name)["worth"]["tags"]) == {"", "coding", "legal"}
+
+
+TIER = Tier("tiny", "host", slabs=[0, 0], experts=[8, 8], record_bytes=[100], slots=[8], spare=[0])
+
+
+def placements(link: Control, name: bytes) -> list[Placement]:
+    return [msg for msg in link.heard.get(name, []) if isinstance(msg, Placement)]
+
+
+def test_a_tier_that_lacks_room_is_filled_by_the_profile_and_then_follows_the_traffic(
+    link: Control, region: Region, ring: RoutingRing
+) -> None:
+    child, name = start(link, region)
+    link.send(name, TIER)
+    assert link.status(name)["tier"]["placement"] == 0
+    for step in range(600):
+        ring.push(routed([[[0, 1 + step % 2]], [[6, 4 + step % 2]]], [1]))
+    status = status_after(link, name, 600)
+    tier = status["tier"]
+    assert (tier["name"], tier["slots"], tier["records"]) == ("host", 8, 16)
+    assert tier["hit_rates"]["lru"] > 0.9
+    assert not placements(link, name), "where all rules find everything there is nothing to change"
+    child.terminate()
+    assert link.ended(child)[0] == 0
+    child, name = start(link, region)
+    link.send(name, Placement(6, "tiny", "host", [[], []], 1.0, 64.0))
+    link.send(name, TIER)
+    first = link.wait(name, Placement)
+    assert isinstance(first, Placement)
+    assert (first.version, first.model, first.tier, first.ring) == (7, "tiny", "host", pytest.approx(0.2))
+    assert [sorted(layer) for layer in first.hot] == [[0, 1, 2], [4, 5, 6]]
+    rng = np.random.default_rng(1)
+    for _ in range(1200):
+        ids = np.stack([rng.choice(8, 2, replace=False) for _ in range(2)])
+        while not ring.push(routed(ids[:, None].tolist(), [1])):
+            link.hear(0.05)
+    status_after(link, name, 1200)
+    assert [msg.version for msg in placements(link, name)] == list(range(7, 7 + len(placements(link, name))))
+    assert 1 <= len(placements(link, name)) <= 5, "few, however the traffic jumps about"
+
+
+def test_a_message_that_is_not_for_a_calibrator_is_passed_over(link: Control, region: Region) -> None:
+    _, name = start(link, region)
+    link.send(name, Ready("store"))
+    assert link.status(name)["tier"] == {}

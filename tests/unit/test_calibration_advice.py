@@ -26,7 +26,7 @@ SIZES = (LayerSize(0, EXPERTS),) * LAYERS
 
 
 def tier(slots: int = 48) -> Tier:
-    return Tier("host", SIZES, (1000,), (slots,))
+    return Tier("host", SIZES, (1000,), (slots,), (0,))
 
 
 def heat_of(hot: dict[int, float]) -> np.ndarray:

@@ -388,6 +388,7 @@ def test_routing_says_which_rows_count_as_decode() -> None:
     bench.submit(1, [1] * 20, max_tokens=3)
     bench.run()
     assert [r.decode.tolist() for r in bench.routed] == [[0] * 16, [0] * 4, [1], [1]]
+    assert [r.tags for r in bench.routed] == [[""] * 16, [""] * 4, [""], [""]]
     assert [r.step for r in bench.routed] == [1, 2, 3, 4]
 
 

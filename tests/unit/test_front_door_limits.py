@@ -175,6 +175,8 @@ def test_a_prompt_beyond_the_limit_is_refused_with_both_numbers(house: House, pr
         ({"timeout_s": 0.0}, "timeout_s is 0"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
         ({"timeout_s": 1001.0}, "timeout_s is 1001; give more than 0 and at most limits.timeout_s = 1000"),
+        ({"traffic_tag": "Two Words"}, "traffic_tag is 'Two Words'; up to 24 characters of a to z"),
+        ({"traffic_tag": "x" * 25}, "traffic_tag is"),
         ({"logprobs": 21}, "logprobs is 21; give a whole number from 0 to 20"),
         ({"stop": ["x"] * 33}, "33 stop strings"),
         ({"stop": [""]}, "a stop string has 0 characters"),

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sparkd.errors import UnavailableError
 from sparkd.ipc.memory import Region
-from sparkd.ipc.routing import Routed, RoutingRing, TornError
+from sparkd.ipc.routing import MAX_TAGS, Routed, RoutingRing, TornError
 
 FINGERPRINT = "5a" * 32
 LAYERS = 3
@@ -94,6 +94,32 @@ def test_what_no_worker_writes_is_passed_over_and_reading_goes_on(region: Region
     assert calibrator.peek() is None
     worker.push(routed(2, 4))
     assert calibrator.peek() == routed(2, 4)
+
+
+def test_tags_have_numbers_that_any_end_knows_and_the_next_worker_too(region: Region) -> None:
+    worker, calibrator = RoutingRing(region), RoutingRing(region)
+    assert calibrator.tags == [""]
+    assert [worker.kind(0, ""), worker.kind(1, ""), worker.kind(1, "coding"), worker.kind(0, "x" * 24)] == [0, 1, 3, 4]
+    assert calibrator.tags == ["", "coding", "x" * 24]
+    successor = RoutingRing(region)
+    assert [successor.kind(1, "x" * 24), successor.kind(1, "legal"), successor.kind(0, "coding")] == [5, 7, 2]
+    for number in range(200):
+        assert successor.kind(0, f"more-{number}") in (0, *range(8, 256))
+    assert len(calibrator.tags) == 1 + MAX_TAGS
+    assert successor.kind(1, "one-too-many") == 1, "what cannot be told apart has no tag"
+    assert successor.kind(1, "coding") == 3
+    for bad in ("Upper", "two words", "x" * 25, "é"):
+        with pytest.raises(ValueError, match="no tag"):
+            successor.kind(1, bad)
+
+
+def test_a_tag_that_cannot_be_is_none(region: Region) -> None:
+    worker, calibrator = RoutingRing(region), RoutingRing(region)
+    worker.kind(1, "coding")
+    region.view(1024, 3)[:] = b"\xff\n "
+    assert calibrator.tags == ["", ""]
+    region.view(0, 4096).cast("Q")[10] = 1 << 60
+    assert len(calibrator.tags) == 1 + MAX_TAGS
 
 
 def test_a_region_without_a_ring_is_refused() -> None:
@@ -235,7 +261,7 @@ while True:
         if last >= 0 and taken.step != last + 1:
             print("torn", flush=True)
         chance = random.Random(taken.step)
-        if taken.decode != chance.randbytes(taken.rows) or taken.ids != chance.randbytes(len(taken.ids)):
+        if taken.kinds != chance.randbytes(taken.rows) or taken.ids != chance.randbytes(len(taken.ids)):
             print("torn", flush=True)
         last = taken.step
         ring.advance(taken)

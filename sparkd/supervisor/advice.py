@@ -1,0 +1,29 @@
+"""What the owner of a tier and the calibrator have for each other, kept for whichever of them begins again. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkd.ipc.internal import Placement, Tier
+from sparkd.ipc.messages import Message
+
+
+@dataclass(slots=True)
+class Advice:
+    """The last words of store and calibrator. Their receiver is told when they come, and again when it is new."""
+
+    tier: Tier | None = None
+    placement: Placement | None = None
+
+    def take(self, msg: Tier | Placement) -> str:
+        """Note what has come; the role of whom it is for."""
+        if isinstance(msg, Tier):
+            self.tier = msg
+            return "calibrator"
+        self.placement = msg
+        return "store"
+
+    def for_new(self, role: str) -> list[Message]:
+        """What a process of this role that has just begun should know, in order."""
+        known = {"calibrator": (self.placement, self.tier), "store": (self.placement,)}.get(role, ())
+        return [msg for msg in known if msg is not None]
