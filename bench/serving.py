@@ -48,6 +48,8 @@ def serving(model: Path, *flags: str, heard: Callable[[str], None] = lambda line
     """Serve `model` with default settings but for `flags` until the block ends; `heard` gets each line of the log."""
     with TemporaryDirectory(prefix="sparkd-") as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SPARKD_")}
+        # An installed daemon finds its modules compiled.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "sparkd.cli", "serve", str(model), "--config", os.devnull]
         process = subprocess.Popen(
             [*command, "--run-dir", folder, *flags],
