@@ -122,32 +122,35 @@ def kill_supervisor(daemon: Managed, kills: int) -> Row:
     """Kill the supervisor `kills` times: apps are told, the next one adopts the arena and gives the same tokens."""
     moments = random.Random(f"supervisor {kills}")
     streams = Streams(daemon)
-    row = Row("supervisor", _settled(daemon))
-    arena = arena_inode(daemon.process.pid)
-    for _ in range(kills):
-        pids = daemon.pids()
-        with daemon.client() as one, daemon.client() as other:
-            readers = [Reader(streams.start(client, n)) for n, client in enumerate((one, other))]
-            _wait_for_a_moment(readers, moments)
-            began = time.monotonic()
-            daemon.ready_again()
-            for reader, expected in zip(readers, streams.expected, strict=True):
-                tokens = reader.end().tokens
-                assert tokens == expected[: len(tokens)]
-                if len(tokens) < len(expected):
-                    assert isinstance(reader.failure, ConnectionFailed), reader.failure
-                    row.lost += 1
-        with daemon.client() as client:
-            for n, expected in enumerate(streams.expected):
-                assert _read(streams.start(client, n)).tokens == expected
-                row.streams += 1
-            row.pauses.append(time.monotonic() - began)
-            row.read_bytes += client.status()["loading"]["read_bytes"]
-        row.kills += 1
-        assert not any(alive(pid) for pid in pids)
-        assert arena_holders(arena) == {daemon.process.pid, daemon.pid("store"), daemon.pid("worker")}
-    row.after = _settled(daemon, row.before)
+    with Client(daemon.socket, timeout=STREAM_S, reconnect=True) as watcher:
+        row = Row("supervisor", _settled(daemon))
+        for _ in range(kills):
+            _kill_supervisor_once(daemon, streams, moments, watcher, row)
+        row.after = _settled(daemon, row.before)
     return row
+
+
+def _kill_supervisor_once(daemon: Managed, streams: Streams, moments: random.Random, watcher: Client, row: Row) -> None:
+    pids, arena = daemon.pids(), arena_inode(daemon.process.pid)
+    with daemon.client() as one, daemon.client() as other:
+        readers = [Reader(streams.start(client, n)) for n, client in enumerate((one, other))]
+        _wait_for_a_moment(readers, moments)
+        began = time.monotonic()
+        daemon.ready_again()
+        for reader, expected in zip(readers, streams.expected, strict=True):
+            tokens = reader.end().tokens
+            assert tokens == expected[: len(tokens)]
+            if len(tokens) < len(expected):
+                assert isinstance(reader.failure, ConnectionFailed), reader.failure
+                row.lost += 1
+    for n, expected in enumerate(streams.expected):  # an app that was there before goes on with the next daemon
+        assert _read(streams.start(watcher, n)).tokens == expected
+        row.streams += 1
+    row.pauses.append(time.monotonic() - began)
+    row.read_bytes += watcher.status()["loading"]["read_bytes"]
+    row.kills += 1
+    assert not any(alive(pid) for pid in pids)
+    assert arena_holders(arena) == {daemon.process.pid, daemon.pid("store"), daemon.pid("worker")}
 
 
 def _read(stream: Any) -> Any:
