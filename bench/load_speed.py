@@ -22,6 +22,7 @@ from sparkd.ipc.memory import Region
 from sparkd.models import build_program
 from sparkd.store import reading
 from sparkd.store.arena import Arena
+from sparkd.store.copier import Copier
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import READERS, Loader
 from sparkd.store.residents import Residents
@@ -54,9 +55,11 @@ class Bench:
             reading.direct_block = lambda fd: 0
         try:
             with Region.create(self.layout.total_bytes) as region:
-                loader = Loader(Residents(Arena.create(region, self.model, self.program, self.layout)), readers)
+                arena = Arena.create(region, self.model, self.program, self.layout)
+                copier = Copier(arena, readers)
+                loader = Loader(Residents(arena, copier), copier)
                 loader.load()
-                return loader.read
+                return copier.read
         finally:
             reading.direct_block = direct_block
 

@@ -29,6 +29,7 @@ from sparkd.ipc.memory import Region
 from sparkd.kernels import available
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
+from sparkd.store.copier import Copier
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import Loader
 from sparkd.store.planned import STEP_ROWS
@@ -52,7 +53,8 @@ class Alone:
         model = ModelFile.open(path)
         program = build_program(model)
         arena = Arena.create(region, model, program, ArenaLayout.of(program, model))
-        Loader(Residents(arena)).load()
+        copier = Copier(arena)
+        Loader(Residents(arena, copier), copier).load()
         state = StateLayout.of(program, 2)
         size = PoolSize.worst_case(state, 1, _CONTEXT, STEP_ROWS)
         memory = StateMemory.allocate(state, size.pages, size.records)

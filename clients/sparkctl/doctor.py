@@ -11,7 +11,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +224,7 @@ def _memory(settings: Settings, model: Path, running: Running, arena: int) -> tu
     if running.serves:
         told = running.status["memory"]
         what = f"served; it needs {size(told['need_bytes'])} of {size(told['limit_bytes'])} ({told['limit']})"
-        return Finding("memory", Level.OK, what), arena
+        return _tier(what, running.status.get("residency", {})), arena
     chosen = dataclasses.replace(settings, model=ModelSettings(str(model)))
     command = [sys.executable, "-P", "-m", "sparkd.store.plan", "--settings", chosen.to_json()]
     try:
@@ -238,7 +238,15 @@ def _memory(settings: Settings, model: Path, running: Running, arena: int) -> tu
     if "error" in answer:
         return Finding("memory", Level.FAIL, answer["error"]), 0
     what = f"fits: needs {size(answer['need_bytes'])} of {size(answer['limit_bytes'])} ({answer['limit']})"
-    return Finding("memory", Level.OK, what), answer["arena_bytes"]
+    return _tier(what, answer), answer["arena_bytes"]
+
+
+def _tier(what: str, told: Mapping[str, Any]) -> Finding:
+    """`what` fits, and whether that is all of the model; `told` by a plan or by the status."""
+    if not told.get("partial"):
+        return Finding("memory", Level.OK, what)
+    what += f"; room for {told['slots']} of {told['records']} experts, the others are read from disk when used"
+    return Finding("memory", Level.WARN, what, "raise the limit, or serve a smaller model, for more speed")
 
 
 def _cgroup() -> Finding:

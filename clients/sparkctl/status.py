@@ -122,6 +122,7 @@ def _facts(document: Document) -> Iterator[tuple[str, str | Text]]:
     if document.get("state") == "loading" and loading.get("total_bytes"):
         yield "loading", _of(loading["done_bytes"], loading["total_bytes"])
     yield from _memory(_part(document, "memory"))
+    yield from _tier(_part(document, "residency"))
     if requests := _part(document, "requests"):
         yield (
             "requests",
@@ -156,6 +157,33 @@ def _memory(memory: Document) -> Iterator[tuple[str, Text]]:
         yield "", huge.append(f": {printable(memory['huge_note'])}" if memory.get("huge_note") else "")
     if memory.get("state_bytes"):
         yield "", _of(memory.get("state_used_bytes", 0), memory["state_bytes"]).append(" for contexts in use")
+
+
+def _tier(residency: Document) -> Iterator[tuple[str, str | Text]]:
+    """Of a host tier that is smaller than the model: its slots, what was missed, and what that cost."""
+    if not residency.get("partial"):
+        return
+    slots, records = residency["slots"], residency["records"]
+    yield "experts", bar(slots / records).append(f" room for {slots} of {records}, the others are read when used")
+    slabs = residency.get("slabs", ())
+    if slabs:
+        said = {name: sum(slab[name] for slab in slabs) for name in ("hot", "ring", "reserve", "spare")}
+        yield "", ", ".join(f"{count} {name}" for name, count in said.items())
+    uses = residency.get("uses", {})
+    for name, counts in uses.items():
+        if counts["uses"]:
+            hits = 1 - counts["misses"] / counts["uses"]
+            yield "", f"{name}: {hits:.1%} of {counts['uses']} uses found their expert in memory"
+    if uses:
+        yield (
+            "",
+            f"{size(residency['read_bytes'])} read from disk since the start, {size(residency['moved_bytes'])} moved",
+        )
+    placement = residency.get("placement", {})
+    if placement.get("refused"):
+        yield "", f"refused {printable(placement['refused'])}"
+    elif placement.get("swaps_left"):
+        yield "", f"placement {placement['version']}: {placement['swaps_left']} swaps are left"
 
 
 def _of(part: float, whole: float) -> Text:

@@ -122,12 +122,17 @@ class Child:
         """Count a piece of long work: it is not stuck."""
         self._work += 1
 
+    def wake(self) -> None:
+        """Have `wait` return soon; for any thread."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"\0")
+
     def watch(self, counter: Callable[[], int] | None) -> None:
         """While set, `counter` alone tells whether work goes on: it rises with each piece that is done elsewhere."""
         self._counter = counter
 
     def wait(self, seconds: float, *others: zmq.Socket[bytes]) -> list[Message]:
-        """Wait until the supervisor, one of `others`, or a signal has something; return the supervisor's messages.
+        """Wait until the supervisor, one of `others`, a signal or `wake` has something; the supervisor's messages.
 
         Stop is handled here, and the log's level of a Reconfigure. The caller reads `others` itself, without waiting.
         Malformed messages are the supervisor's bug and end the child.

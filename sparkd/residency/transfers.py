@@ -110,6 +110,10 @@ class Residency:
         """Steps that `swap` has yet to take towards the placement."""
         return sum(max(len(slab.entering), len(slab.leaving)) for slab in self._slabs)
 
+    def rooms(self) -> list[int]:
+        """Free slots of each slab that may be filled without anything to give up for it."""
+        return [len(slab.free) - slab.size.spare for slab in self._slabs]
+
     def slab_use(self) -> list[SlabUse]:
         """How each slab is used."""
         return [slab.use() for slab in self._slabs]

@@ -37,11 +37,16 @@ SLAB_WORDS = 5
 MAX_SLABS = (PAGE // 8 - HEADER_WORDS) // SLAB_WORDS
 #: Bytes of a shard's entry before path and header.
 SHARD_ENTRY = 48
+#: Where an extent comes from the arena itself, its `source` counts from the arena's start.
+IN_ARENA = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`size` bytes at `source` of shard `shard` that belong at `target` (from the arena's or the record's start)."""
+    """`size` bytes at `source` of shard `shard` (or `IN_ARENA`) that belong at `target`.
+
+    Targets count from the arena's or the record's start.
+    """
 
     shard: int
     source: int

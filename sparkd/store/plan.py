@@ -24,7 +24,7 @@ from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.models import build_program
-from sparkd.residency.budget import GIB, Fit, Limit, Needs, Scope, tightest
+from sparkd.residency.budget import GIB, Fit, Limit, Needs, Scope, room, tightest
 from sparkd.store.layout import PAGE, VERSION, ArenaLayout
 from sparkd.store.limits import host_limits, pool_bytes
 from sparkd.store.planned import STEP_ROWS, Plan
@@ -32,6 +32,8 @@ from sparkd.text.tokenizer import Tokenizer
 
 #: Code, buffers and Python objects of all processes together, in bytes.
 PROCESSES = 512 << 20
+#: Of the memory that a machine or a cgroup leaves, one in so many stays free where weights fill all they can get.
+_MARGIN = 32
 _TOKENS = "tokenizer.ggml.tokens"
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -53,8 +55,11 @@ def model_name(model: ModelFile) -> str:
     return _PART.sub("", model.shards[0].path.stem)
 
 
-def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None = None) -> Plan:
-    """The plan for `settings`; BudgetError when it does not fit. `held`: see `host_limits`, which gives `limits`.
+def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None = None, kept: int = 0) -> Plan:
+    """The plan for `settings`: all records in memory if that fits, else as many as fit.
+
+    BudgetError when not even the fewest do. `held`: see `host_limits`, which gives `limits`. `kept` is the size of an
+    arena that may be used again: one that is a little smaller than what could be made now is preferred to that.
 
     A vocabulary that contradicts itself is found here, before anything is loaded: workers build what makes ids of texts
     when they need it.
@@ -63,9 +68,11 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
     tokens = model.metadata.strings(_TOKENS) if _TOKENS in model.metadata else ()
     if tokens:
         Tokenizer.from_metadata(model.metadata).prepare()
-    layout = ArenaLayout.of(program, model)
-    needs = host_needs(program, layout, settings)
-    fit = tightest(needs, limits_here(settings, layout, held) if limits is None else limits)
+    whole = ArenaLayout.of(program, model)
+    if limits is None:
+        limits = limits_here(settings, whole, held)
+    layout = fit_layout(program, model, settings, limits, kept)
+    fit = tightest(host_needs(program, layout, settings), limits)
     if fit.missing:
         raise _too_large(fit, model.where)
     return Plan(
@@ -84,11 +91,37 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         core_bytes=layout.core_bytes,
         records_bytes=layout.records_bytes,
         records=sum(layer.experts for layer in program.expert_layers),
-        state_bytes=needs.state,
-        need_bytes=needs.total,
+        slots=sum(slab.slots for slab in layout.slabs),
+        partial=layout.partial,
+        state_bytes=fit.needs.state,
+        need_bytes=fit.needs.total,
         limit=fit.limit.name,
         limit_bytes=fit.limit.size,
     )
+
+
+def fit_layout(
+    program: Program, model: ModelFile, settings: Settings, limits: Sequence[Limit], kept: int = 0
+) -> ArenaLayout:
+    """The layout that has room for most of the records within `limits`; the smallest there is where none fits."""
+    layout = ArenaLayout.of(program, model)
+    needs = host_needs(program, layout, settings)
+    if tightest(needs, limits).missing:
+        layout = ArenaLayout.within(program, model, _arena_room(needs, limits, kept))
+    return layout
+
+
+def _arena_room(needs: Needs, limits: Sequence[Limit], kept: int) -> int:
+    """Bytes for an arena that cannot hold all records.
+
+    What a machine or a cgroup leaves changes by itself, unlike a setting: a little of it stays free, and a kept arena
+    is good as long as it is within the limits and not much smaller than what they allow.
+    """
+    most = room(needs, limits)
+    found = [limit for limit in limits if limit.scope is Scope.ALL]
+    left = room(needs, found) if found else most
+    new = min(most, left - left // _MARGIN) if found else most
+    return kept if new - new // _MARGIN <= kept <= most else new
 
 
 def host_needs(program: Program, layout: ArenaLayout, settings: Settings) -> Needs:
@@ -137,7 +170,7 @@ def _too_large(fit: Fit, where: str) -> BudgetError:
     if fit.limit.scope is Scope.ALL:
         parts += [f"{needs.state / GIB:.2f} sequences", f"{needs.slack / GIB:.2f} processes"]
     return BudgetError(
-        f"needs {_gib(fit.need)} of {fit.limit.scope.value} ({', '.join(parts)} ...), "
+        f"needs {_gib(fit.need)} of {fit.limit.scope.value} at least ({', '.join(parts)} ...), "
         f"but {fit.limit.name} allows {_gib(fit.limit.size)}",
         where=where,
         fix=f"{fit.weights / GIB:.2f} GiB of weights would fit: choose a smaller model or raise the limit by "
@@ -154,9 +187,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sparkd-plan", description=main.__doc__)
     parser.add_argument("--settings", required=True, help="all settings, as JSON")
     parser.add_argument("--held", type=int, default=0, help="bytes of an arena that is kept")
+    parser.add_argument("--kept", type=int, default=0, help="size of that arena")
     given = parser.parse_args(argv)
     try:
-        plan = make_plan(Settings.from_json(given.settings), given.held)
+        plan = make_plan(Settings.from_json(given.settings), given.held, kept=given.kept)
         line, status = dataclasses.asdict(plan), 0
     except SparkError as error:
         line, status = {"code": error.code, "error": str(error)}, 1

@@ -13,6 +13,7 @@ class Plan:
     """The arena to make, what else is needed, and the limit that leaves least; sizes in bytes.
 
     `context` are the positions one request may have, `notes` what a reader of the log should know about the model.
+    `slots` are there for `records`; fewer than these: they come and go (`partial`).
     `vocab` counts the ids that mean something; one token is at most `longest_token` bytes of text (0: not known).
     `expert_layers` have at most `experts` each. `arena` names the arena's contents and layout: an arena of this name
     may be used as it is.
@@ -33,6 +34,8 @@ class Plan:
     core_bytes: int
     records_bytes: int
     records: int
+    slots: int
+    partial: bool
     state_bytes: int
     need_bytes: int
     limit: str

@@ -1,68 +1,129 @@
-"""The host tier: what the residency engine decides, carried out on the arena's directory.
+"""The host tier: what the residency engine decides, carried out on the arena's directory and by the copier.
 
-The threads that load and the one that answers workers share it: while the engine decides and its commands are carried
+The threads that copy and the one that answers workers share it: while the engine decides and its commands are carried
 out, each waits for the other. A record that is complete is published at once: a word is replaced as a whole, and its
-readers may look at it at any time.
+readers may look at it at any time. The counters of steps are read after every word that was retracted.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from sparkd.errors import SparkError
 from sparkd.ipc.directory import Entry, State
-from sparkd.residency.commands import Cancel, Command, Copy, Grant, Publish, Refuse, Retract
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
 from sparkd.residency.leases import LeaseState, Use
+from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import LayerSize, SlabUse
 from sparkd.residency.slots import Place, Record
-from sparkd.residency.transfers import Adopted, Residency
+from sparkd.residency.transfers import Adopted, Counts, Residency
 from sparkd.store.arena import Arena
+from sparkd.store.copier import Ended
+from sparkd.store.layout import IN_ARENA, Extent, record_extents
+
+#: Swaps towards a placement that are begun at a time, when nothing else is copied that nobody waits for.
+SWAPS = 2
+_log = logging.getLogger(__name__)
+
+
+class Copying(Protocol):
+    """Who copies: `sparkd.store.copier.Copier`, or a test."""
+
+    def begin(self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False) -> None:
+        """Copy extents; call `ended` at the end, from another thread or later."""
+        ...
+
+    def hurry(self, key: Hashable) -> None:
+        """Somebody waits for it now."""
+        ...
+
+    def withdraw(self, key: Hashable) -> bool:
+        """Give it up unless it has begun."""
+        ...
+
+    @property
+    def backlog(self) -> int:
+        """Copies that nobody waits for and that have not begun."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementState:
+    """The placement that was taken last: its number (None: none yet), and the steps that are left towards it."""
+
+    version: int | None
+    swaps_left: int
 
 
 class Residents:
-    """The records of one arena. Every slab has a slot for each of its records, so nothing is ever evicted."""
+    """The records of one arena; `wake` is called, by any thread, when there is something for `answers` or `advance`."""
 
-    def __init__(self, arena: Arena) -> None:
-        """Adopt what is resident already; records that were being loaded count as absent."""
+    def __init__(self, arena: Arena, copies: Copying, wake: Callable[[], None] = lambda: None) -> None:
+        """Adopt what is resident already; records that were being loaded, and the reserve, count as absent."""
         self.arena = arena
+        #: The first error of a copy.
+        self.failure: SparkError | None = None
+        self._copies = copies
+        self._wake = wake
         self._lock = threading.Lock()
-        self._copies: list[Copy] = []
+        self._settled = threading.Condition(self._lock)
+        self._under_way = 0
         self._answers: list[Grant | Refuse] = []
+        self._placed: int | None = None
+        self._stalled = False
         layers = [LayerSize(layer.slab, layer.experts) for layer in arena.layout.layers]
         slabs = [slab.size for slab in arena.layout.slabs]
         self._records = [Record(layer, e) for layer, size in enumerate(layers) for e in range(size.experts)]
         self._engine = Residency(layers, slabs, self._left())
+        self._observe()
 
     # ---- for those who load ----
 
-    def fill(self) -> list[Copy]:
-        """What has to be copied so that every record is resident, layer by layer."""
+    def size(self, record: Record) -> int:
+        """Bytes of a record in the files."""
+        return sum(extent.size for extent in self._extents(record))
+
+    def absentees(self) -> list[Record]:
+        """What has to be copied so that the arena is filled, in the order of the files.
+
+        That is every record where each has a slot, else as many as there are slots for, the same of each layer.
+        """
         with self._lock:
-            absent = [record for record in self._records if self._engine.place_of(record) is None]
+            return self._absentees()
+
+    def fill(self) -> list[Record]:
+        """Have the arena filled: first with what a placement wants, if there is one; what `absentees` has else."""
+        with self._lock:
+            self._observe()
+            if not sum(self._engine.residents()):
+                self._carry_out(self._engine.swap(len(self._records)))
+            absent = self._absentees()
             self._carry_out(self._engine.admit(absent))
             self._observe()
-            copies, self._copies = self._copies, []
-        if len(copies) != len(absent):
-            raise RuntimeError(f"{len(copies)} of {len(absent)} absent records found a slot")
-        return sorted(copies, key=lambda copy: copy.record)
+        return absent
 
-    def copied(self, copy: Copy) -> None:
-        """The record is in its slot: publish it."""
-        with self._lock:
-            self._carry_out(self._engine.copied(copy))
-            self._carry_out(self._engine.publish())
+    def settle(self, stop: Callable[[], bool]) -> None:
+        """Wait until no copy is under way, one has failed, or `stop` (looked at now and then, and after `notify`)."""
+        with self._settled:
+            while self._under_way and self.failure is None and not stop():
+                self._settled.wait(1.0)
 
-    def failed(self, copy: Copy, reason: str) -> None:
-        """The record could not be copied: its slot is free again."""
-        with self._lock:
-            self._set(copy.record, State.ABSENT, copy.place)
-            self._carry_out(self._engine.failed(copy, reason))
+    def notify(self) -> None:
+        """Have `settle` look at its `stop`."""
+        with self._settled:
+            self._settled.notify_all()
 
     # ---- for workers ----
 
     def stage(self, worker: int, records: Sequence[Record], use: Use) -> int:
         """Lease records for a part of a step; the answer comes with `answers`. ValueError: more than the reserve."""
         with self._lock:
+            self._observe()
             number, commands = self._engine.stage(worker, records, use)
             self._carry_out(commands)
             self._observe()
@@ -98,6 +159,29 @@ class Residents:
             answers, self._answers = self._answers, []
         return answers
 
+    # ---- as time goes by ----
+
+    def place(self, placement: Placement) -> None:
+        """Take a placement as the goal of `advance`. PlacementError when the tier cannot hold it."""
+        with self._lock:
+            self._engine.place(placement)
+            self._placed = placement.version
+            self._stalled = False
+
+    def advance(self) -> bool:
+        """Free slots that nobody can read any more, and take steps towards the placement; true: call again soon.
+
+        A few steps at a time, and none while something else is copied that nobody waits for: what a step of a worker
+        misses is read first, and hardly later than without a placement.
+        """
+        with self._lock:
+            self._observe()
+            left = 0 if self._stalled else self._engine.swaps_left()
+            if left and not self._copies.backlog:
+                self._carry_out(self._engine.swap(SWAPS))
+                self._observe()
+            return bool(left) or self._engine.draining
+
     # ---- for the status document ----
 
     def residents(self) -> list[int]:
@@ -115,6 +199,16 @@ class Residents:
         with self._lock:
             return self._engine.leases()
 
+    def counts(self) -> dict[Use, Counts]:
+        """What steps used and missed since this store began, as far as workers told."""
+        with self._lock:
+            return {use: Counts(counts.uses, counts.misses) for use, counts in self._engine.counts.items()}
+
+    def placement(self) -> PlacementState:
+        """How far the placement is."""
+        with self._lock:
+            return PlacementState(self._placed, self._engine.swaps_left())
+
     # ---- inside ----
 
     def _left(self) -> Adopted:
@@ -125,24 +219,101 @@ class Residents:
         generation = max((entry.generation for entry in entries.values()), default=0)
         return Adopted(residents, generation, directory.steps())
 
+    def _absentees(self) -> list[Record]:
+        layout = self.arena.layout
+        rooms = self._engine.rooms()
+        chosen = []
+        for record in sorted(self._records, key=lambda record: (record.expert, record.layer)):
+            slab = layout.layers[record.layer].slab
+            if (layout.slabs[slab].full or rooms[slab] > 0) and self._engine.place_of(record) is None:
+                rooms[slab] -= 1
+                chosen.append(record)
+        return sorted(chosen)
+
     def _observe(self) -> None:
-        self._carry_out(self._engine.observe(self.arena.directory.steps()))
+        """Free what no step can read now; what is retracted for that may be free at once, if no step is running."""
+        while self._engine.draining:
+            commands = self._engine.observe(self.arena.directory.steps())
+            self._carry_out(commands)
+            if not any(isinstance(command, Retract) for command in commands):
+                return
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
+        withdrawn = []
         for command in commands:
             match command:
                 case Copy(record, _, place, reserve):
                     if not reserve:
                         self._set(record, State.LOADING, place)
-                    self._copies.append(command)
+                    self._under_way += 1
+                    ended = functools.partial(self._ended, command)
+                    self._copies.begin(self._key(command), self._work(command), ended, urgent=reserve)
+                case Hurry(copy):
+                    self._copies.hurry(self._key(copy))
+                case Cancel(copy):
+                    if not copy.reserve:
+                        self._set(copy.record, State.ABSENT, copy.place)
+                    if self._copies.withdraw(self._key(copy)):
+                        withdrawn.append(copy)
                 case Publish(record, place):
                     self._set(record, State.RESIDENT, place)
                 case Retract(record, place):
                     self._set(record, State.ABSENT, place)
                 case Grant() | Refuse():
                     self._answers.append(command)
-                case Cancel():
-                    raise RuntimeError(f"{command}: nothing that is loaded is ever given up")
+        for copy in withdrawn:
+            self._under_way -= 1
+            self._carry_out(self._engine.failed(copy, "given up"))
+
+    def _ended(self, copy: Copy, error: SparkError | None) -> None:
+        """A copy has ended (in one of the copier's threads)."""
+        with self._settled:
+            self._under_way -= 1
+            if error is None:
+                self._carry_out(self._engine.copied(copy))
+                self._carry_out(self._engine.publish())
+            else:
+                self._failed(copy, error)
+            self._observe()
+            if not self._under_way or self.failure is not None:
+                self._settled.notify_all()
+            due = bool(self._answers) or self._engine.swaps_left() > 0
+        if due:
+            self._wake()
+
+    def _failed(self, copy: Copy, error: SparkError) -> None:
+        if self.failure is None:
+            _log.warning("expert %d of expert layer %d: %s", copy.record.expert, copy.record.layer, error)
+            self.failure = error
+        self._stalled = True
+        directory = self.arena.directory
+        if not copy.reserve and directory.entry(*copy.record) == _entry(State.LOADING, copy.place):
+            self._set(copy.record, State.ABSENT, copy.place)
+        self._carry_out(self._engine.failed(copy, str(error)))
+
+    def _work(self, copy: Copy) -> Iterator[Extent]:
+        layout, layer = self.arena.layout, copy.record.layer
+        target = layout.record(layer, copy.place.slot)
+        if copy.source is not None:
+            source = layout.record(layer, copy.source.slot)
+            yield Extent(IN_ARENA, source, target, layout.slabs[copy.slab].record_bytes)
+            return
+        for extent in self._extents(copy.record):
+            yield Extent(extent.shard, extent.source, target + extent.target, extent.size)
+
+    def _extents(self, record: Record) -> Iterator[Extent]:
+        arena, layer = self.arena, record.layer
+        return record_extents(
+            arena.program.expert_layers[layer], arena.layout.layers[layer], arena.model, record.expert
+        )
+
+    @staticmethod
+    def _key(copy: Copy) -> Hashable:
+        return copy.slab, copy.place
 
     def _set(self, record: Record, state: State, place: Place) -> None:
-        self.arena.directory.publish(record.layer, record.expert, Entry(state, place.generation, place.slot))
+        self.arena.directory.publish(record.layer, record.expert, _entry(state, place))
+
+
+def _entry(state: State, place: Place) -> Entry:
+    return Entry(state, place.generation, place.slot)

@@ -1,4 +1,4 @@
-"""The store at work: a thread fills the arena while the main thread answers supervisor and workers."""
+"""The store at work: threads fill the arena and fetch what steps miss, one answers supervisor and workers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from sparkd.errors import ModelFileError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.ipc.child import Child, ChildArguments
-from sparkd.ipc.internal import ChildProgress, Ready, StatusAnswer, StatusQuery, Tier
+from sparkd.ipc.internal import ChildProgress, Placement, Ready, StatusAnswer, StatusQuery, Tier
 from sparkd.ipc.memory import Region
-from sparkd.ipc.messages import Json, Message, MessageError
+from sparkd.ipc.messages import Message, MessageError
 from sparkd.ipc.sockets import PeerGone, PeerSlow, Router
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
+from sparkd.store.copier import Copier
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import LoadCancelled, Loader
 from sparkd.store.plan import model_name, open_model
 from sparkd.store.residents import Residents
-from sparkd.store.service import StoreService
+from sparkd.store.service import TIER, StoreService
 
 #: Seconds between progress messages while loading, and the longest wait after that.
 _PROGRESS_S = 0.1
 _IDLE_S = 5.0
+#: The wait where slots become free as steps end, or a placement is not reached.
+_SOON_S = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -37,9 +40,10 @@ class StoreServer:
         self._region = Region.map(given.arena_fd)
         arena = open_arena(self._region, Settings.from_json(given.settings), given.fingerprint)
         self._arena = arena
-        residents = Residents(arena)
-        self._loader = Loader(residents)
-        self._service = StoreService(residents, self._loader, model_name(arena.model))
+        self._copier = Copier(arena)
+        self._residents = Residents(arena, self._copier, child.wake)
+        self._loader = Loader(self._residents, self._copier)
+        self._service = StoreService(self._residents, self._loader, self._copier, model_name(arena.model))
         self._router = Router(child.context, given.run_dir.store)
         self._failure: BaseException | None = None
         self._loading = threading.Thread(target=self._load, name="load")
@@ -48,23 +52,39 @@ class StoreServer:
         """Serve until told to stop, or until loading fails (SparkError)."""
         self._loading.start()
         self._child.watch(lambda: self._loader.done)
+        if self._arena.layout.partial:
+            # Told before the load: a placement that comes in time is loaded first.
+            self._child.send(describe(self._service.model, self._arena.layout))
         ready = False
+        patience = _PROGRESS_S
         while self._child.running:
-            for query in self._child.wait(_IDLE_S if ready else _PROGRESS_S, self._router.socket):
-                if isinstance(query, StatusQuery):
-                    self._child.send(StatusAnswer(query.job, self._child.role, self._status()))
+            for msg in self._child.wait(patience, self._router.socket):
+                self._heed(msg)
             self._answer_workers()
+            soon = self._residents.advance()
+            patience = _SOON_S if soon else _IDLE_S
             for peer, reply in self._service.granted():
                 self._send(peer, reply)
             if not ready:
                 ready = self._report_loading()
+                patience = min(patience, _PROGRESS_S)
+            if self._copier.failure is not None:
+                raise self._copier.failure
 
     def close(self) -> None:
         """Stop loading, close the socket."""
         self._loader.cancel()
         if self._loading.ident is not None:
             self._loading.join()
+        self._copier.close()
         self._router.close()
+
+    def _heed(self, msg: Message) -> None:
+        match msg:
+            case StatusQuery():
+                self._child.send(StatusAnswer(msg.job, self._child.role, self._service.status()))
+            case Placement():
+                self._service.place(msg)
 
     def _load(self) -> None:
         try:
@@ -83,13 +103,8 @@ class StoreServer:
         child.send(ChildProgress(child.role, "load", loader.done, loader.total, "bytes"))
         if not loading:
             child.watch(None)
-            if self._arena.layout.partial:
-                child.send(describe(self._service.model, self._arena.layout))
-            child.send(Ready(child.role, self._status()))
+            child.send(Ready(child.role, self._service.status()))
         return not loading
-
-    def _status(self) -> dict[str, Json]:
-        return {**self._service.status(), "reading": list(self._loader.reading)}
 
     def _answer_workers(self) -> None:
         while True:
@@ -122,7 +137,7 @@ def describe(model: str, layout: ArenaLayout) -> Tier:
     sizes = [slab.size for slab in layout.slabs]
     return Tier(
         model=model,
-        tier="host",
+        tier=TIER,
         slabs=[layer.slab for layer in layout.layers],
         experts=[layer.experts for layer in layout.layers],
         record_bytes=[slab.record_bytes for slab in layout.slabs],

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 
+from sparkd.ipc import internal
 from sparkd.ipc.directory import WORKERS
 from sparkd.ipc.internal import Attach, Attached, Release, Stage, Staged, Used
 from sparkd.ipc.messages import Json, Message, MessageError
 from sparkd.residency.commands import Grant, Refuse
 from sparkd.residency.leases import Use
+from sparkd.residency.placement import Placement, PlacementError
 from sparkd.residency.slots import Record
+from sparkd.store.copier import Copier
 from sparkd.store.layout import VERSION
 from sparkd.store.loader import Loader
 from sparkd.store.residents import Residents
 
+#: The name of this tier in placements.
+TIER = "host"
 _USES = {use.value: use for use in Use}
 #: Leases one worker may hold.
 MAX_LEASES = 4096
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +41,12 @@ class StoreService:
     What is staged is leased: by the residency engine, until it is released or its worker is gone.
     """
 
-    def __init__(self, residents: Residents, loader: Loader, model: str) -> None:
+    def __init__(self, residents: Residents, loader: Loader, copier: Copier, model: str) -> None:
         self._residents = residents
         self._arena = residents.arena
         self._loader = loader
+        self._copier = copier
+        self._refused = ""
         self.model = model
         self._records = sum(layer.experts for layer in self._arena.layout.layers)
         self._workers: dict[int, bytes] = {}
@@ -85,6 +94,20 @@ class StoreService:
             due.append((asked.peer, staged))
         return due
 
+    def place(self, msg: internal.Placement) -> None:
+        """Take a placement as the goal of swaps; one that cannot be is refused, with a reason in log and status."""
+        error = self._wrong_model(msg.model)
+        if msg.tier != TIER:
+            error = f"a placement for tier {msg.tier!r}, this is {TIER!r}"[:500]
+        try:
+            if error is None:
+                self._residents.place(Placement(msg.version, msg.hot, msg.ring, msg.half_life))
+        except PlacementError as problem:
+            error = str(problem)
+        self._refused = "" if error is None else f"placement {msg.version}: {error}"
+        if self._refused:
+            _log.warning("refused %s", self._refused)
+
     def unsent(self, msg: Message) -> None:
         """A reply did not reach its worker, which lives: it will not release what it does not know of."""
         if isinstance(msg, Staged) and msg.lease in self._leases:
@@ -114,12 +137,17 @@ class StoreService:
                 for layer, resident in zip(layout.layers, residents, strict=True)
             ],
             "slabs": [
-                {"record_bytes": slab.record_bytes, **dataclasses.asdict(use)}
+                {"record_bytes": slab.record_bytes, "spare": slab.size.spare, **dataclasses.asdict(use)}
                 for slab, use in zip(layout.slabs, self._residents.slabs(), strict=True)
             ],
             "bytes_loaded": self._loader.done,
             "bytes_total": self._loader.total,
-            "bytes_read": self._loader.read,
+            "bytes_read": self._copier.read,
+            "reading": list(self._copier.reading),
+            "read_bytes": max(self._copier.read - self._loader.missing, 0),
+            "moved_bytes": self._copier.moved,
+            "uses": {use.value: dataclasses.asdict(counts) for use, counts in self._residents.counts().items()},
+            "placement": {**dataclasses.asdict(self._residents.placement()), "refused": self._refused},
             "leases": len(self._leases),
             "staged": self._staged,
         }
@@ -172,7 +200,8 @@ class StoreService:
             raise MessageError("a worker attaches before it tells what it used")
         named = [(self._named(bits, use), use) for bits, use in ((msg.decode, Use.DECODE), (msg.prefill, Use.PREFILL))]
         for records, use in named:
-            self._residents.used(worker, records, use)
+            if records:
+                self._residents.used(worker, records, use)
 
     def _named(self, bits: bytes, use: Use) -> list[Record]:
         """The records that a bitset over the directory's words names. MessageError: it names what is not there."""

@@ -24,7 +24,7 @@ def prepare(settings: Settings, notify: Notifier, kept: Sequence[tuple[str, int]
     same files and layout; what it lacks the store will load. Others are given back.
     """
     held = sum(os.fstat(fd).st_blocks * _BLOCK for _, fd in kept)
-    planned = plan(settings, held)
+    planned = plan(settings, held, max((os.fstat(fd).st_size for _, fd in kept), default=0))
     name = f"sparkd-arena-{planned.arena}"
     adopted = None
     for kept_name, fd in kept:

@@ -12,12 +12,13 @@ from sparkd.errors import SparkError
 from sparkd.store.planned import Plan
 
 
-def plan(settings: Settings, held: int = 0) -> Plan:
+def plan(settings: Settings, held: int = 0, kept: int = 0) -> Plan:
     """What the model of `settings` needs; the SparkError that speaks against it, as the child found it.
 
-    `held` bytes are in use already by an arena that may be kept.
+    `held` bytes are in use already by an arena of size `kept` that may be used again.
     """
-    command = [sys.executable, "-P", "-m", "sparkd.store.plan", "--settings", settings.to_json(), "--held", str(held)]
+    command = [sys.executable, "-P", "-m", "sparkd.store.plan", "--settings", settings.to_json()]
+    command += ["--held", str(held), "--kept", str(kept)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     answer = json.loads(done.stdout) if done.returncode in (0, 1) and done.stdout else None
     if answer is None:

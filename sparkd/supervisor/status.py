@@ -175,14 +175,10 @@ def _processes(children: Children, now: float) -> list[dict[str, Json]]:
 
 
 def _residency(plan: Plan, store: dict[str, Json]) -> dict[str, Json]:
-    if not store:
-        return {"records": plan.records, "resident": 0, "layers": [], "slabs": []}
-    return {
-        "records": store["records"],
-        "resident": store["resident"],
-        "layers": store["layers"],
-        "slabs": store["slabs"],
-    }
+    parts = ("resident", "layers", "slabs", "uses", "read_bytes", "moved_bytes", "placement")
+    none: dict[str, Json] = {"resident": 0, "layers": [], "slabs": []}
+    told = {part: store[part] for part in parts} if store else none
+    return {"records": plan.records, "slots": plan.slots, "partial": plan.partial, **told}
 
 
 def rss_bytes(pid: int) -> int:

@@ -250,7 +250,8 @@ class Supervisor:
 
     def _pass_on(self, msg: internal.Tier | internal.Placement) -> None:
         receiver = self._children.by_role.get(self._advice.take(msg))
-        if receiver is not None and receiver.condition is Condition.READY:
+        # A store heeds a placement while it loads; a calibrator hears what it missed once it is ready.
+        if receiver is not None and (receiver.role == "store" or receiver.condition is Condition.READY):
             self._tell(receiver, msg)
 
     def _progress(self, msg: internal.ChildProgress) -> None:

@@ -17,9 +17,10 @@ from sparkd.ipc.memory import Region
 from sparkd.models import build_program
 from sparkd.residency.slabs import SlabSize
 from sparkd.store.arena import Arena
+from sparkd.store.copier import READERS, Copier
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import Loader
-from sparkd.store.residents import Residents
+from sparkd.store.residents import Copying, Residents
 
 TOOLS = Path(__file__).parent.parent / "data" / "tools"
 
@@ -42,19 +43,29 @@ class Filled:
     region: Region
     arena: Arena
     residents: Residents
+    copier: Copier
     loader: Loader
 
 
-def empty(path: Path, sizes: list[SlabSize] | None = None) -> Filled:
-    """An arena that is laid out and holds nothing yet."""
+def empty(path: Path, sizes: list[SlabSize] | None = None, copies: Copying | None = None) -> Filled:
+    """An arena that is laid out and holds nothing yet; `copies` stands in for the copier."""
     model = ModelFile.open(path)
     program = build_program(model)
     layout = ArenaLayout.of(program, model, sizes)
     region = Region.create(layout.total_bytes)
     _regions.append(region)
     arena = Arena.create(region, model, program, layout)
-    residents = Residents(arena)
-    return Filled(model, program, region, arena, residents, Loader(residents))
+    copier = Copier(arena)
+    residents = Residents(arena, copies or copier)
+    return Filled(model, program, region, arena, residents, copier, Loader(residents, copier))
+
+
+def adopting(region: Region, readers: int = READERS, copies: Copying | None = None) -> Filled:
+    """What a store that begins again makes of an arena."""
+    arena = Arena.attach(region, build_program)
+    copier = Copier(arena, readers)
+    residents = Residents(arena, copies or copier)
+    return Filled(arena.model, arena.program, region, arena, residents, copier, Loader(residents, copier))
 
 
 def filled(path: Path) -> Filled:

@@ -16,8 +16,9 @@ from sparkd.errors import BudgetError, ConfigError, ModelFileError
 from sparkd.ipc.mapping import HUGE_PAGE
 from sparkd.residency.budget import GIB, Limit, Needs, Scope, tightest
 from sparkd.store import plan as plan_module
+from sparkd.store.layout import ArenaLayout
 from sparkd.store.limits import host_limits, pool_bytes
-from sparkd.store.plan import PROCESSES, make_plan, open_model, state_bytes
+from sparkd.store.plan import PROCESSES, host_needs, make_plan, open_model, state_bytes
 
 NEEDS = Needs(core=2 * GIB, records=18 * GIB, headers=GIB // 64, directory=GIB // 64, state=GIB, slack=GIB // 2)
 
@@ -241,20 +242,29 @@ def test_the_plan_needs_the_arena_and_the_state_and_reads_no_tensor(model_path):
     assert plan.records == sum(layer.experts for layer in open_model(_settings(path))[1].expert_layers)
 
 
+def _least(path: Path) -> Needs:
+    """What the smallest arena that serves the model needs."""
+    settings = _settings(path)
+    model, program = open_model(settings)
+    return host_needs(program, ArenaLayout.within(program, model, 0), settings)
+
+
 @pytest.mark.parametrize("scope", Scope)
-def test_a_limit_one_percent_below_the_need_is_refused_naming_need_limit_and_what_would_fit(model_path, scope):
-    path = model_path("laguna-tiny-s1-q4_k_m")
-    plan = make_plan(_settings(path), limits=[Limit("enough", GIB)])
-    need = plan.need_bytes if scope is Scope.ALL else plan.need_bytes - plan.state_bytes - PROCESSES
+@pytest.mark.parametrize("name", ["laguna-tiny-s1-q4_k_m", "laguna-tinyk-s1-f32"])
+def test_a_limit_one_percent_below_the_need_is_refused_naming_need_limit_and_what_would_fit(model_path, scope, name):
+    path = model_path(name)
+    needs = _least(path)
+    need = needs.total if scope is Scope.ALL else needs.arena
+    assert make_plan(_settings(path), limits=[Limit("enough", need, scope)]).arena_bytes == needs.arena
     size = need * 99 // 100
     with pytest.raises(BudgetError) as caught:
         make_plan(_settings(path), limits=[Limit("far", 99 * GIB), Limit("memory.max of cgroup /a", size, scope)])
     said = str(caught.value)
     assert "\n" not in said
-    assert said.startswith(f"{path}: needs {need / GIB:.2f} GiB ({need} bytes) of {scope.value} (")
+    assert said.startswith(f"{path}: needs {need / GIB:.2f} GiB ({need} bytes) of {scope.value} at least (")
     assert f"memory.max of cgroup /a allows {size / GIB:.2f} GiB ({size} bytes)" in said
     assert "GiB of weights would fit" in said
-    assert "raise the limit by 0.0" in said
+    assert "raise the limit by 0." in said
     assert f"({need - size} bytes)" in said
 
 
@@ -265,7 +275,7 @@ def _bytes_read() -> int:
 
 def test_a_model_that_does_not_fit_is_refused_when_only_its_headers_have_been_read(model_path):
     path = model_path("laguna-tinyk-s1-f32")
-    need = make_plan(_settings(path), limits=[Limit("enough", GIB)]).need_bytes
+    need = _least(path).total
     model, _ = open_model(_settings(path))
     headers = sum(shard.data_offset for shard in model.shards)
     piece = 1 << 20
@@ -278,11 +288,47 @@ def test_a_model_that_does_not_fit_is_refused_when_only_its_headers_have_been_re
     assert 0 < _bytes_read() - before < headers + piece
 
 
-def test_a_model_larger_than_host_gib_is_refused_with_need_and_limit(model_path):
+def test_a_model_larger_than_host_gib_gets_as_many_slots_as_fit_exactly(model_path):
+    path = model_path("laguna-tinyk-s1-f32")
+    whole = make_plan(_settings(path), limits=[Limit("limit", GIB)])
+    assert (whole.partial, whole.slots) == (False, whole.records)
+    least = _least(path).arena
+    slots = 0
+    for share in (0.0, 0.05, 0.25, 0.6, 0.95):
+        size = least + int((whole.arena_bytes - least) * share)
+        plan = make_plan(_settings(path), limits=[Limit("memory.host_gib", size, Scope.ARENA)])
+        assert plan.partial
+        assert size - HUGE_PAGE < plan.arena_bytes <= size
+        assert plan.need_bytes == plan.arena_bytes + plan.state_bytes + PROCESSES
+        assert slots <= plan.slots < plan.records
+        slots = plan.slots
+        model, program = open_model(_settings(path))
+        layout = ArenaLayout.within(program, model, plan.arena_bytes)
+        assert (layout.total_bytes, sum(slab.slots for slab in layout.slabs)) == (plan.arena_bytes, plan.slots)
+
+
+def test_memory_that_others_may_take_is_not_filled_to_the_last_byte_and_a_kept_arena_is_used_again(model_path):
+    path = model_path("laguna-tinyk-s1-f32")
+    whole = make_plan(_settings(path), limits=[Limit("limit", GIB)])
+    size = whole.need_bytes - 3 * HUGE_PAGE
+    plan = make_plan(_settings(path), limits=[Limit("MemAvailable", size)])
+    assert plan.partial
+    free = size - plan.need_bytes
+    room = plan.arena_bytes + free
+    assert room // 32 <= free < room // 32 + HUGE_PAGE
+    for change in (-free, -free // 2, 0):
+        again = make_plan(_settings(path), limits=[Limit("MemAvailable", size + change)], kept=plan.arena_bytes)
+        assert (again.arena, again.arena_bytes) == (plan.arena, plan.arena_bytes)
+    for change in (-free - 1, 3 * HUGE_PAGE):
+        other = make_plan(_settings(path), limits=[Limit("MemAvailable", size + change)], kept=plan.arena_bytes)
+        assert other.arena != plan.arena
+
+
+def test_a_model_smaller_than_host_gib_is_loaded_whole_and_a_larger_one_refused_with_need_and_limit(model_path):
     path = model_path("laguna-tinyk-s1-f32")
     need = make_plan(_settings(path), limits=[Limit("limit", GIB)]).arena_bytes
-    with pytest.raises(BudgetError, match=r"of weights .* memory\.host_gib allows 0\.01 GiB \(10737418 bytes\)"):
-        make_plan(_settings(path, host_gib=0.01))
+    with pytest.raises(BudgetError, match=r"at least .* memory\.host_gib allows 0\.00 GiB \(1073741 bytes\)"):
+        make_plan(_settings(path, host_gib=0.001))
     assert make_plan(_settings(path, host_gib=need / GIB + 0.001)).limit in (
         "memory.host_gib",
         "the memory available on this machine (MemAvailable)",

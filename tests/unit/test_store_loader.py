@@ -9,16 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filled_arena import Filled, empty, filled, regions_closed
+from filled_arena import Filled, adopting, empty, filled, regions_closed
 
 from sparkd.errors import ModelFileError
 from sparkd.gguf.model_file import Identity
 from sparkd.ipc.directory import Entry, State
-from sparkd.models import build_program
 from sparkd.store import reading
-from sparkd.store.arena import Arena
-from sparkd.store.loader import LoadCancelled, Loader
-from sparkd.store.residents import Residents
+from sparkd.store.loader import LoadCancelled
 
 NAME = "qwen35moe-tiny-s1-q4_k_m"
 
@@ -50,18 +47,18 @@ def test_everything_is_resident_with_its_own_slot_after_a_load(path):
 @pytest.mark.parametrize("readers", [1, 3, 16])
 def test_the_number_of_readers_does_not_change_the_arena(path, readers):
     expected = filled(path)
-    one = empty(path)
-    Loader(one.residents, readers).load()
+    one = adopting(empty(path).region, readers)
+    one.loader.load()
     assert bytes(one.region.view(0, one.region.size)) == bytes(expected.region.view(0, expected.region.size))
 
 
 def test_a_second_store_reads_nothing_again(path):
     one = filled(path)
     before = bytes(one.region.view(0, one.region.size))
-    again = Loader(Residents(Arena.attach(one.region, build_program)))
-    again.load()
-    assert again.read == 0
-    assert again.done == again.total
+    again = adopting(one.region)
+    again.loader.load()
+    assert again.copier.read == 0
+    assert again.loader.done == again.loader.total == one.loader.total
     assert bytes(one.region.view(0, one.region.size)) == before
 
 
@@ -73,9 +70,9 @@ def test_slots_that_were_being_loaded_count_as_empty(path):
     size = one.arena.layout.slabs[one.arena.layout.layers[2].slab].record_bytes
     before = bytes(one.region.view(start, size))
     one.region.view(start, size)[:] = bytes(size)
-    again = Loader(Residents(Arena.attach(one.region, build_program)))
-    again.load()
-    assert 0 < again.read <= size
+    again = adopting(one.region)
+    again.loader.load()
+    assert 0 < again.copier.read <= size
     assert bytes(one.region.view(start, size)) == before
     assert one.arena.directory.entry(2, 5) == Entry(State.RESIDENT, entry.generation + 1, entry.slot)
 
@@ -113,7 +110,7 @@ def test_a_file_that_changed_since_it_was_opened_is_refused_with_both_identities
     assert str(path) in said
     for identity in (before, after):
         assert f"inode {identity.inode} size {identity.size} modified {_seconds(identity.mtime_ns)}" in said
-    assert one.loader.read == 0
+    assert one.copier.read == 0
     assert not one.arena.core_loaded
 
 
@@ -121,7 +118,7 @@ def test_a_change_is_also_noticed_by_a_store_that_has_nothing_to_read(path):
     one = filled(path)
     _touch(path)
     with pytest.raises(ModelFileError, match="not the file that was opened first"):
-        Loader(Residents(Arena.attach(one.region, build_program))).load()
+        adopting(one.region).loader.load()
 
 
 def test_a_file_that_is_gone_is_one_clear_line(path):
@@ -169,7 +166,7 @@ def test_both_ways_fill_the_same_arena_and_the_worse_is_said(path, monkeypatch, 
     other = filled(path)
     assert bytes(one.region.view(0, one.region.size)) == bytes(other.region.view(0, other.region.size))
     said = "read through the page cache: the file system takes no direct reads of this file"
-    assert other.loader.reading == [said]
+    assert other.copier.reading == [said]
     assert f"{path}: {said}" in caplog.messages
 
 
@@ -243,8 +240,8 @@ def test_a_cancelled_load_stops_and_publishes_no_half_record(path, monkeypatch):
     with pytest.raises(LoadCancelled):
         one.loader.load()
     assert 0 < one.loader.done < one.loader.total
-    again = Loader(Residents(Arena.attach(one.region, build_program)))
-    again.load()
+    again = adopting(one.region)
+    again.loader.load()
     expected = filled(path)
     for slab in expected.arena.layout.slabs:
         size = slab.slots * slab.record_bytes
@@ -260,5 +257,5 @@ def test_files_are_closed_after_success_and_failure(path):
     assert opened() == []
     _touch(path)
     with pytest.raises(ModelFileError):
-        Loader(one.residents).load()
+        adopting(one.region).loader.load()
     assert opened() == []

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from fake_disk import FakeDisk
 from filled_arena import empty, filled, regions_closed
 
 from sparkd.ipc.directory import State
@@ -30,7 +31,7 @@ def full(model_path):
 
 @pytest.fixture
 def service(full):
-    service = StoreService(full.residents, full.loader, NAME)
+    service = StoreService(full.residents, full.loader, full.copier, NAME)
     for number, peer in enumerate((b"w", b"other")):
         service.answer(peer, Attach(number, NAME))
     return service
@@ -93,7 +94,7 @@ def test_a_record_that_does_not_exist_is_named_and_nothing_is_leased(service, re
 
 def test_records_that_are_still_being_loaded_are_granted_when_they_are_there(model_path):
     one = empty(model_path(NAME))
-    service = StoreService(one.residents, one.loader, NAME)
+    service = StoreService(one.residents, one.loader, one.copier, NAME)
     service.answer(b"w", Attach(0, NAME))
     assert service.answer(b"w", Stage(1, NAME, "decode", [[0, 0], [6, 7]])) is None
     assert service.granted() == []
@@ -107,13 +108,15 @@ def test_records_that_are_still_being_loaded_are_granted_when_they_are_there(mod
 
 
 def test_whoever_waits_for_a_record_that_cannot_be_read_is_told_why(model_path, monkeypatch):
-    one = empty(model_path(NAME))
-    service = StoreService(one.residents, one.loader, NAME)
+    disk = FakeDisk()
+    disk.one = one = empty(model_path(NAME), copies=disk)
+    service = StoreService(one.residents, one.loader, one.copier, NAME)
     service.answer(b"w", Attach(0, NAME))
     service.answer(b"w", Stage(1, NAME, "decode", [[3, 4]]))
-    (copy,) = [copy for copy in one.residents.fill() if copy.record == (3, 4)]
     assert one.arena.directory.entry(3, 4).state is State.LOADING
-    one.residents.failed(copy, "cannot read 100 bytes")
+    (key,) = disk.jobs
+    assert disk.jobs[key].urgent
+    disk.fail(key)
     ((_, staged),) = service.granted()
     assert staged.error == "expert 4 of expert layer 3 cannot be had: cannot read 100 bytes"
     assert (service.status()["leases"], one.arena.directory.entry(3, 4).state) == (0, State.ABSENT)
@@ -171,8 +174,10 @@ def test_what_a_step_used_is_counted_decode_and_prefill_apart(full, service):
     full.residents.used = lambda worker, records, use: used.append((worker, use.value, records))
     bits = np.zeros(56, np.uint8)
     bits[[0, 9, 55]] = 1
-    assert service.answer(b"other", Used(1, np.packbits(bits, bitorder="little").tobytes(), b"")) is None
-    assert used == [(1, "decode", [(0, 0), (1, 1), (6, 7)]), (1, "prefill", [])]
+    assert service.answer(b"other", Used(1, np.packbits(bits, bitorder="little").tobytes(), b"\x02")) is None
+    assert used == [(1, "decode", [(0, 0), (1, 1), (6, 7)]), (1, "prefill", [(0, 1)])]
+    assert service.answer(b"other", Used(2, b"", b"")) is None
+    assert len(used) == 2
 
 
 def test_a_bitset_that_names_what_is_not_there_is_refused(service):

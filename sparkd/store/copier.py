@@ -1,0 +1,186 @@
+"""Threads that bring bytes into the arena: from the model's files, or from another place of the arena.
+
+A *job* is a set of extents and what is to be done at its end. Its extents are copied by whichever threads are free, all
+at the same time if there are enough, each through a buffer of its own; neither a read nor a copy holds the GIL. Urgent
+jobs (a step waits for them) come first; of the others only a few extents are under way at a time, so that a job that
+becomes urgent finds a free thread. Within a class jobs begin in the order they came.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack, closing
+
+from sparkd.errors import SparkError
+from sparkd.store.arena import Arena
+from sparkd.store.layout import IN_ARENA, Extent
+from sparkd.store.reading import ShardFile, new_buffer
+
+#: Threads that read at the same time: as many as make a difference (bench/README.md).
+READERS = 8
+#: Extents of jobs nobody waits for that may be under way at a time, once the arena is filled.
+BACKGROUND = 2
+#: Called when all of a job has been copied, or with why it was not.
+Ended = Callable[[SparkError | None], None]
+
+
+class _Job:
+    def __init__(self, extents: Iterable[Extent], ended: Ended) -> None:
+        self.waiting = list(reversed(list(extents)))
+        self.open = len(self.waiting)
+        self.ended = ended
+        self.error: SparkError | None = None
+
+
+class Copier:
+    """The threads and the jobs that wait for them. `read` bytes came from files, `moved` bytes from the arena.
+
+    `reading`: for each shard the way it is read, and why not the better one: known once it is open. `failure`: a thread
+    ended by a fault of this program.
+    """
+
+    def __init__(self, arena: Arena, readers: int = READERS) -> None:
+        self.read = 0
+        self.moved = 0
+        self.failure: BaseException | None = None
+        self._arena = arena
+        self._readers = readers
+        #: Until `spare_readers`, nobody waits for anything in particular.
+        self._background = readers
+        self._files: list[ShardFile] = []
+        self._opened = ExitStack()
+        self._threads: list[threading.Thread] = []
+        self._urgent: OrderedDict[Hashable, _Job] = OrderedDict()
+        self._others: OrderedDict[Hashable, _Job] = OrderedDict()
+        self._under_way = {True: 0, False: 0}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    # ---- life ----
+
+    def open(self) -> None:
+        """Open the files and begin with the jobs. ModelFileError: a file is not the one that was opened first."""
+        for shard in self._arena.model.shards:
+            self._files.append(self._opened.enter_context(closing(ShardFile(shard))))
+        self._threads = [threading.Thread(target=self._work, name=f"reader-{n}") for n in range(self._readers)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads after the extent they are at, and close the files. What waits is given up, untold."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._opened.close()
+
+    @property
+    def reading(self) -> list[str]:
+        """One line for each open file."""
+        return [file.way.describe() for file in self._files]
+
+    def notes(self) -> list[str]:
+        """What should be known about the way that files are read."""
+        return [f"{file.where}: {file.way.describe()}" for file in self._files if file.way.note]
+
+    # ---- jobs ----
+
+    def begin(self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False) -> None:
+        """Add a job; `ended` is called by one of the threads, which holds no lock then."""
+        with self._changed:
+            job = (self._urgent if urgent else self._others)[key] = _Job(extents, ended)
+            self._changed.notify(job.open)
+
+    def hurry(self, key: Hashable) -> None:
+        """Somebody waits for a job now. Nothing, if all of it has begun."""
+        with self._changed:
+            job = self._others.pop(key, None)
+            if job is not None:
+                self._urgent[key] = job
+                self._changed.notify(len(job.waiting))
+
+    def withdraw(self, key: Hashable) -> bool:
+        """Give a job up, unless it has begun; true: it was given up, and will not be told as ended."""
+        with self._changed:
+            for jobs in (self._urgent, self._others):
+                job = jobs.get(key)
+                if job is not None and job.open == len(job.waiting):
+                    del jobs[key]
+                    return True
+        return False
+
+    @property
+    def backlog(self) -> int:
+        """Jobs nobody waits for that have not begun, or not with all of it."""
+        return len(self._others)
+
+    def spare_readers(self) -> None:
+        """From now on keep threads free of jobs that nobody waits for."""
+        with self._changed:
+            self._background = min(BACKGROUND, self._readers)
+
+    # ---- inside ----
+
+    def _work(self) -> None:
+        buffer = new_buffer()
+        while (taken := self._next()) is not None:
+            job, extent, urgent = taken
+            error = None
+            try:
+                self._fill(extent, buffer)
+            except SparkError as problem:
+                error = problem
+            except BaseException as fault:
+                self.failure = fault
+                raise
+            if self._did(job, error, urgent):
+                job.ended(job.error)
+
+    def _next(self) -> tuple[_Job, Extent, bool] | None:
+        """The next extent and whether it is urgent, when there is one; None when there will be none."""
+        with self._changed:
+            while not self._closed:
+                urgent = bool(self._urgent)
+                if urgent or (self._others and self._under_way[False] < self._background):
+                    jobs = self._urgent if urgent else self._others
+                    key, job = next(iter(jobs.items()))
+                    extent = job.waiting.pop()
+                    if not job.waiting:
+                        del jobs[key]
+                    self._under_way[urgent] += 1
+                    return job, extent, urgent
+                self._changed.wait()
+        return None
+
+    def _did(self, job: _Job, error: SparkError | None, urgent: bool) -> bool:
+        """Note that an extent has ended; true when it was the last of its job."""
+        with self._changed:
+            self._under_way[urgent] -= 1
+            job.error = job.error or error
+            job.open -= 1
+            if not urgent:
+                self._changed.notify()
+            return job.open == 0
+
+    def _fill(self, extent: Extent, buffer: memoryview) -> None:
+        region = self._arena.region
+        if extent.shard == IN_ARENA:
+            region.write(extent.target, region.view(extent.source, extent.size))
+            self._count(0, extent.size)
+            return
+        file = self._files[extent.shard]
+        done = 0
+        while done < extent.size:
+            data = file.read(extent.source + done, extent.size - done, buffer)
+            region.write(extent.target + done, data)
+            done += len(data)
+        file.check()
+        self._count(extent.size, 0)
+
+    def _count(self, read: int, moved: int) -> None:
+        with self._changed:
+            self.read += read
+            self.moved += moved
