@@ -63,13 +63,22 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "call": 'make the answer a call of the tool of this name, or with `""` of any; only with `parts` and `tools`',
         "traffic_tag": f"a name for the kind of traffic (coding, legal ...), up to {tags.MAX_TAG_BYTES} of a to z, "
         "0 to 9, _ and -, under which the experts that the request uses are learned; empty: none",
+        "shorten": "fewer output tokens than `max_tokens` will do, if the context has no room for so many",
     },
     m.Credit: {"request": REQUEST, "chunks": "chunks that the app has consumed since it last said so, 1 and up"},
     m.Cancel: {"request": f"{REQUEST}; one of this connection"},
     m.Tokenize: {
         "tag": TAG,
-        "text": f"at most {tokenizer.MAX_CHARACTERS} characters",
-        "special": "control tokens that are spelled in the text become their ids",
+        "text": f"at most {tokenizer.MAX_CHARACTERS} characters; exactly one of `text` and `chat` is given",
+        "special": "control tokens that are spelled in the text become their ids; only with `text`",
+        "chat": "a conversation as in `generate`: the answer is its prompt",
+        "tools": "as in `generate`",
+        "options": "as in `generate`",
+    },
+    m.Detokenize: {
+        "tag": TAG,
+        "tokens": "token ids, each within the vocabulary",
+        "pieces": "tell the bytes of each as well",
     },
     m.StatusRequest: {"tag": TAG},
     m.Ping: {"tag": TAG},
@@ -120,6 +129,11 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "retry": "the same may work later",
     },
     m.Tokens: {"tag": "that of `tokenize`", "tokens": "token ids"},
+    m.Text: {
+        "tag": "that of `detokenize`",
+        "text": "what the tokens stand for, control tokens included; U+FFFD for bytes that are no text",
+        "pieces": "for each token its bytes, as numbers, where `pieces` was asked for; else nil",
+    },
     m.StatusReply: {"tag": "that of `status_request`", "status": "the status document, which status.md describes"},
     m.Pong: {"tag": "that of `ping`; 0 when the daemon sends one unasked, to see whether the app is still there"},
     m.Sampling: {
@@ -152,9 +166,9 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "name": "the tool's, with the first piece of a call; else empty",
     },
 }
-SENT_BY_APPS = (m.Hello, m.Generate, m.Credit, m.Cancel, m.Tokenize, m.StatusRequest, m.Ping, m.Bye)
+SENT_BY_APPS = (m.Hello, m.Generate, m.Credit, m.Cancel, m.Tokenize, m.Detokenize, m.StatusRequest, m.Ping, m.Bye)
 SENT_TO_APPS = (
-    m.Welcome, m.Accepted, m.Progress, m.Chunk, m.Finished, m.Failed, m.Tokens, m.StatusReply, m.Pong,
+    m.Welcome, m.Accepted, m.Progress, m.Chunk, m.Finished, m.Failed, m.Tokens, m.Text, m.StatusReply, m.Pong,
 )  # fmt: skip
 MAPS = (m.Sampling, m.Bias, m.Timings, m.Choice, m.Logprob, m.Part)
 

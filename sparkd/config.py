@@ -106,6 +106,20 @@ class SocketSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """HTTP for apps that speak OpenAI's or Anthropic's dialect."""
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    port: Annotated[int, Within(0, 65535)] = 8080
+    unix: str = ""
+    keys: str = ""
+    aliases: str = ""
+    sampling: str = "temperature=1.0 top_p=0.95 top_k=20"
+    cors: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LogSettings:
     """What is logged, to standard error."""
 
@@ -125,6 +139,7 @@ class Settings:
     scheduler: SchedulerSettings = SchedulerSettings()
     calibration: CalibrationSettings = CalibrationSettings()
     socket: SocketSettings = SocketSettings()
+    gateway: GatewaySettings = GatewaySettings()
     log: LogSettings = LogSettings()
 
     @staticmethod

@@ -68,3 +68,9 @@ class UnavailableError(SparkError):
     """The daemon (or the part of it that is needed) cannot be reached now; trying again later may work."""
 
     code = "unavailable"
+
+
+class BusyError(UnavailableError):
+    """Too much is open or waits already; others keep their place."""
+
+    code = "busy"

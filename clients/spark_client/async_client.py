@@ -14,7 +14,7 @@ from spark_client.async_link import AsyncLink, Mail
 from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientError
 from spark_client.output import Output, checked, text_of
 from spark_client.protocol import CONNECTION, RETRY_S, Protocol
-from spark_client.requests import Parameters, answering, continuing
+from spark_client.requests import Parameters, answering, continuing, prompting
 
 _T = TypeVar("_T")
 
@@ -53,6 +53,11 @@ class AsyncClient:
         if self._server is None:
             raise SparkClientError("the client is not connected")
         return self._server
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection has ended, by whichever side: a new client is needed."""
+        return self._link.lost
 
     async def connect(self) -> Self:
         """Connect and agree on a version; ConnectionFailed. `close` must follow."""
@@ -109,7 +114,30 @@ class AsyncClient:
 
     async def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of a text; `special`: control tokens spelled in it become their ids."""
-        return (await self._ask(lambda protocol: protocol.tokenize(text, special), m.Tokens)).tokens
+        answer = await self._ask(lambda protocol: protocol.tokenize(text=text, special=special), m.Tokens)
+        return answer.tokens
+
+    async def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the prompt that `chat` makes of the same arguments."""
+        fields = prompting(messages, tools, options)
+        answer = await self._ask(lambda protocol: protocol.tokenize(**fields), m.Tokens)
+        return answer.tokens
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no text become U+FFFD."""
+        answer = await self._ask(lambda protocol: protocol.detokenize(list(tokens), False), m.Text)
+        return answer.text
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """The bytes of each token."""
+        answer = await self._ask(lambda protocol: protocol.detokenize(list(tokens), True), m.Text)
+        return [bytes(piece) for piece in answer.pieces or []]
 
     async def status(self) -> dict[str, Any]:
         """The daemon's status document, also while it loads a model."""

@@ -16,7 +16,7 @@ from spark_client.errors import ConnectionFailed, RequestFailed, SparkClientErro
 from spark_client.link import Link, Mail
 from spark_client.output import Output, checked, text_of
 from spark_client.protocol import CONNECTION, RETRY_S, Protocol
-from spark_client.requests import Parameters, answering, continuing
+from spark_client.requests import Parameters, answering, continuing, prompting
 
 _T = TypeVar("_T")
 
@@ -115,7 +115,30 @@ class Client:
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of a text; `special`: control tokens spelled in it become their ids."""
-        return self._ask(lambda protocol: protocol.tokenize(text, special), m.Tokens).tokens
+        answer = self._ask(lambda protocol: protocol.tokenize(text=text, special=special), m.Tokens)
+        return answer.tokens
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the prompt that `chat` makes of the same arguments."""
+        fields = prompting(messages, tools, options)
+        answer = self._ask(lambda protocol: protocol.tokenize(**fields), m.Tokens)
+        return answer.tokens
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no text become U+FFFD."""
+        answer = self._ask(lambda protocol: protocol.detokenize(list(tokens), False), m.Text)
+        return answer.text
+
+    def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """The bytes of each token."""
+        answer = self._ask(lambda protocol: protocol.detokenize(list(tokens), True), m.Text)
+        return [bytes(piece) for piece in answer.pieces or []]
 
     def status(self) -> dict[str, Any]:
         """The daemon's status document, also while it loads a model."""

@@ -62,10 +62,16 @@ class Protocol:
         self._requests[tag] = _Request()
         return tag
 
-    def tokenize(self, text: str, special: bool) -> int:
-        """Ask for token ids; returns the tag of the answer."""
+    def tokenize(self, **fields: Any) -> int:
+        """Ask for token ids with the fields of `messages.Tokenize` (all but tag); returns the tag of the answer."""
         tag = self._tag()
-        self._send(m.Tokenize(tag=tag, text=text, special=special))
+        self._send(m.Tokenize(tag=tag, **fields))
+        return tag
+
+    def detokenize(self, tokens: list[int], pieces: bool) -> int:
+        """Ask for text; returns the tag of the answer."""
+        tag = self._tag()
+        self._send(m.Detokenize(tag=tag, tokens=tokens, pieces=pieces))
         return tag
 
     def status(self) -> int:
@@ -111,7 +117,7 @@ class Protocol:
         msg = m.decode(data)
         if isinstance(msg, m.Welcome | m.Pong):
             return CONNECTION, msg
-        if isinstance(msg, m.Tokens | m.StatusReply):
+        if isinstance(msg, m.Tokens | m.Text | m.StatusReply):
             return msg.tag, msg
         if isinstance(msg, m.Accepted):
             self._accept(msg)

@@ -25,6 +25,7 @@ class Parameters(TypedDict, total=False):
     logprobs: how many of the most likely tokens are named beside each chosen one (`Output.choices`); None: nothing is.
     parts: give an answer in parts: thought, text, and calls of tools (`Output.reasoning`, `Output.calls`).
     call: make the answer a call of the tool of this name, "": of any; only with parts and tools.
+    shorten: fewer output tokens than max_tokens will do if the context has no room for so many.
     timeout_s: seconds after which the request fails, wherever it is then; None: the daemon's limit.
     traffic_tag: a name for the kind of traffic ("coding", "legal"): what experts it uses is learned under that name.
     """
@@ -47,6 +48,7 @@ class Parameters(TypedDict, total=False):
     parts: bool
     call: str | None
     traffic_tag: str
+    shorten: bool
 
 
 _SAMPLING = {field.name for field in dataclasses.fields(m.Sampling)}
@@ -66,11 +68,19 @@ def answering(
     parameters: Parameters,
 ) -> dict[str, Any]:
     """Fields of a request that answers a conversation."""
+    return {**prompting(messages, tools, options), **_fields(parameters)}
+
+
+def prompting(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The fields that a conversation's prompt is made of."""
     return {
         "chat": [dict(message) for message in messages],
         "tools": None if tools is None else [dict(tool) for tool in tools],
         "options": dict(options or {}),
-        **_fields(parameters),
     }
 
 

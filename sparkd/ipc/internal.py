@@ -1,6 +1,6 @@
 """Every message between the processes of a daemon, declared once; `messages` has those of apps, `wire` the format.
 
-    supervisor ── Run, Abort, Encode, StatusQuery, Reconfigure, Placement, Stop ──► child
+    supervisor ── Run, Abort, Encode, Decode, StatusQuery, Reconfigure, Placement, Stop ──► child
     supervisor ◄── ChildHello, ChildProgress, Ready, Heartbeat, Admitted, Prefilled, Produced, Done, Refused, Encoded,
                    StatusAnswer, Placement, ChildFailed ── child
     worker ── Attach, Stage, Release, Used ──► store ── Attached, Staged ──► worker
@@ -83,6 +83,7 @@ class Run:
     parts: bool = False
     call: str | None = None
     traffic_tag: str = ""
+    shorten: bool = False
 
 
 @message("admitted")
@@ -149,11 +150,14 @@ class Abort:
 
 @message("encode")
 class Encode:
-    """Tokenize for somebody else."""
+    """Tokenize a text, or the prompt for a chat, for somebody else."""
 
     job: int
-    text: str
+    text: str | None
     special: bool
+    chat: list[dict[str, Json]] | None = None
+    tools: list[dict[str, Json]] | None = None
+    options: dict[str, Json] = field(default_factory=dict)
 
 
 @message("encoded")
@@ -162,6 +166,25 @@ class Encoded:
 
     job: int
     tokens: list[int] | None
+    error: str | None = None
+
+
+@message("decode")
+class Decode:
+    """Token ids to text for somebody else; `pieces`: the bytes of each as well."""
+
+    job: int
+    tokens: list[int]
+    pieces: bool
+
+
+@message("decoded")
+class Decoded:
+    """Answer to Decode; `error` says why there is no text."""
+
+    job: int
+    text: str
+    pieces: list[list[int]] | None = None
     error: str | None = None
 
 

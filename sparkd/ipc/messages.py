@@ -2,8 +2,8 @@
 
 `wire` says how they are written and read. This file imports nothing else: the client package carries an identical copy.
 
-    app ── Hello, Generate, Credit, Cancel, Tokenize, StatusRequest, Ping, Bye ──► supervisor
-    app ◄── Welcome, Accepted, Progress, Chunk, Finished, Failed, Tokens, StatusReply, Pong ── supervisor
+    app ── Hello, Generate, Credit, Cancel, Tokenize, Detokenize, StatusRequest, Ping, Bye ──► supervisor
+    app ◄── Welcome, Accepted, Progress, Chunk, Finished, Failed, Tokens, Text, StatusReply, Pong ── supervisor
 
 A request of an app: Generate → Accepted (or Failed) → Progress* → Chunk* → Finished (or Failed). Chunks are sent only
 against credit, so that no token is ever dropped; `tag` is the app's own number for a reply, `request` the server's.
@@ -81,6 +81,7 @@ class Generate:
     request fails, wherever it is then; None: the daemon's limit. `parts`: the answer to a chat comes as thought, text
     and calls of `tools`. `call`: the answer is a call, without a thought, of the tool of that name ("": of any).
     `traffic_tag`: a name for the kind of traffic, under which the experts that the request uses are counted.
+    `shorten`: fewer output tokens than `max_tokens` will do if the context has no room for so many.
     """
 
     tag: int
@@ -100,6 +101,7 @@ class Generate:
     parts: bool = False
     call: str | None = None
     traffic_tag: str = ""
+    shorten: bool = False
 
 
 @message("accepted")
@@ -231,11 +233,14 @@ class Cancel:
 
 @message("tokenize")
 class Tokenize:
-    """Token ids of a text; `special`: control tokens spelled in it are recognised."""
+    """Token ids of a text, or of the prompt for a chat. `special`: control tokens spelled in a text are recognised."""
 
     tag: int
-    text: str
+    text: str | None = None
     special: bool = False
+    chat: list[dict[str, Json]] | None = None
+    tools: list[dict[str, Json]] | None = None
+    options: dict[str, Json] = field(default_factory=dict)
 
 
 @message("tokens")
@@ -244,6 +249,24 @@ class Tokens:
 
     tag: int
     tokens: list[int]
+
+
+@message("detokenize")
+class Detokenize:
+    """The text of token ids; `pieces`: the bytes of each as well."""
+
+    tag: int
+    tokens: list[int]
+    pieces: bool = False
+
+
+@message("text")
+class Text:
+    """Answer to Detokenize; bytes that are no text are U+FFFD in `text`."""
+
+    tag: int
+    text: str
+    pieces: list[list[int]] | None = None
 
 
 @message("status_request")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from sparkd.config import LimitSettings
 from sparkd.errors import RequestError, UnsupportedError
-from sparkd.ipc.messages import Generate
+from sparkd.ipc.messages import Generate, Tokenize
 from sparkd.text.stop import check_stops
 from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens, check_traffic_tag
 
@@ -22,6 +23,25 @@ class Served:
     context: int
     vocab: int
     longest_token: int = 0
+
+
+def fitted(ask: Generate, served: Served) -> Generate:
+    """The request with no more output tokens than could fit, if it allows that."""
+    if not ask.shorten:
+        return ask
+    room = max(1, served.context - len(ask.tokens or [0]))
+    return dataclasses.replace(ask, max_tokens=min(ask.max_tokens, room))
+
+
+def check_tokenize(ask: Tokenize) -> None:
+    """Raise RequestError or UnsupportedError for what cannot be tokenized."""
+    if (ask.text is None) == (ask.chat is None):
+        raise RequestError("either text or chat is tokenized")
+    for name, value in (("tools", ask.tools), ("options", ask.options)):
+        if value and ask.chat is None:
+            raise UnsupportedError(f"{name} belong to chat, not to text")
+    if ask.special and ask.chat is not None:
+        raise UnsupportedError("special belongs to text, not to chat")
 
 
 def check(ask: Generate, served: Served, limits: LimitSettings) -> None:
@@ -57,7 +77,7 @@ def check(ask: Generate, served: Served, limits: LimitSettings) -> None:
     else:
         check_length(1, ask.max_tokens, served.context)
     if ask.prompt is not None:
-        _check_text(ask.prompt, ask.max_tokens, served)
+        _check_text(ask.prompt, 1 if ask.shorten else ask.max_tokens, served)
 
 
 def _check_call(ask: Generate) -> None:

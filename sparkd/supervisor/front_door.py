@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 from sparkd import __version__
 from sparkd.config import LimitSettings
-from sparkd.errors import RequestError, SparkError, UnavailableError
+from sparkd.errors import BusyError, RequestError, SparkError, UnavailableError
 from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.messages import Json, Message
 from sparkd.supervisor import probation
-from sparkd.supervisor.admission import Served, check
+from sparkd.supervisor.admission import Served, check, check_tokenize, fitted
 from sparkd.supervisor.fair_queue import FairQueue
 from sparkd.supervisor.journal import Entry, Standing
 from sparkd.supervisor.overview import list_clients, list_requests
@@ -135,8 +135,8 @@ class FrontDoor:
                 self._credit(client, msg, now)
             case m.Cancel():
                 self._cancel(client, msg, now)
-            case m.Tokenize():
-                self._tokenize(client, msg, now)
+            case m.Tokenize() | m.Detokenize():
+                self._ask_worker(client, msg, now)
             case m.StatusRequest():
                 self.status_asked.append((peer, msg.tag))
             case m.Ping():
@@ -244,7 +244,7 @@ class FrontDoor:
 
     def from_worker(self, msg: Message, now: float) -> None:
         """Take a message of the worker. Those about requests that are over already are late, not wrong."""
-        if isinstance(msg, internal.Encoded):
+        if isinstance(msg, internal.Encoded | internal.Decoded):
             self._encoded(msg)
             return self._fill_seats(now)
         request = self._requests.get(msg.request)
@@ -274,12 +274,13 @@ class FrontDoor:
         if peer not in self._clients:
             if len(self._clients) >= MAX_CLIENTS:
                 what = f"{MAX_CLIENTS} apps are connected already"
-                return self._send(peer, m.Failed(None, None, UnavailableError.code, what, retry=True))
+                return self._send(peer, m.Failed(None, None, BusyError.code, what, retry=True))
             self._clients[peer] = Client(peer, msg.client[:100], now)
         self._clients[peer].seen = now
         self._send(peer, m.Welcome(m.VERSION, f"sparkd {__version__}", self._pid, self._served.model, LEASE_S))
 
     def _generate(self, client: Client, ask: m.Generate, now: float) -> None:
+        ask = fitted(ask, self._served)
         entry = Entry(ask)
         try:
             self._check_open(client)
@@ -310,7 +311,7 @@ class FrontDoor:
         if wait + kept >= queue + free:
             others = f", {kept} of it kept for other apps" if kept else ""
             what = f"{self.running} requests run and {wait} wait, limits.queue is {queue}{others}"
-            raise UnavailableError(what, fix="try again later")
+            raise BusyError(what, fix="try again later")
 
     def _check_memory(self, client: Client, entry: Entry) -> None:
         """RequestError for a request that alone takes too much, UnavailableError for one that does beside others."""
@@ -320,7 +321,7 @@ class FrontDoor:
         held = sum(request.entry.held_bytes for request in self._requests.values())
         mine = sum(self._requests[number].entry.held_bytes for number in client.requests)
         if mine + need > most or held + need > HELD_BYTES:
-            raise UnavailableError(
+            raise BusyError(
                 f"the request takes {need} bytes of memory, this app's open requests hold {mine} of {most},"
                 f" those of all apps {held} of {HELD_BYTES}",
                 fix="try again later",
@@ -345,18 +346,21 @@ class FrontDoor:
         self._abandon(request, request.cancelled(now), now)
         self._fill_seats(now)
 
-    def _tokenize(self, client: Client, msg: m.Tokenize, now: float) -> None:
+    def _ask_worker(self, client: Client, msg: m.Tokenize | m.Detokenize, now: float) -> None:
         try:
+            if isinstance(msg, m.Tokenize):
+                check_tokenize(msg)
             reason = self._closed or self._refusal or (None if self._worker else "the worker is not ready yet")
             if reason is not None:
                 raise UnavailableError(reason)
             self._last += 1
             self._questions.ask(client.peer, msg, self._last)
             self._fill_seats(now)
-        except UnavailableError as error:
-            self._send(client.peer, m.Failed(msg.tag, None, error.code, str(error), retry=True))
+        except SparkError as error:
+            retry = isinstance(error, UnavailableError)
+            self._send(client.peer, m.Failed(msg.tag, None, error.code, str(error), retry))
 
-    def _encoded(self, msg: internal.Encoded) -> None:
+    def _encoded(self, msg: internal.Encoded | internal.Decoded) -> None:
         answer = self._questions.answered(msg)
         if answer is not None:
             self.to_clients.append(answer)

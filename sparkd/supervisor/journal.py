@@ -45,7 +45,7 @@ class Entry:
     def __post_init__(self) -> None:
         ask = self.ask
         content = (ask.prompt, ask.chat, ask.tools, ask.options, ask.stop)
-        self.asked_bytes = 40 * len(ask.tokens or ()) + sum(map(_held_bytes, content))
+        self.asked_bytes = 40 * len(ask.tokens or ()) + sum(map(held_bytes_of, content))
 
     @property
     def held_bytes(self) -> int:
@@ -68,7 +68,7 @@ class Entry:
         self.seed = msg.seed
         tools = self.ask.tools if self.ask.parts else None
         self.ask = dataclasses.replace(self.ask, prompt=None, tokens=None, chat=None, tools=tools, options={})
-        self.asked_bytes = _held_bytes(tools)
+        self.asked_bytes = held_bytes_of(tools)
 
     def run(self, request: int) -> Run:
         """The worker's order, from the start or from where the last worker got to."""
@@ -90,13 +90,14 @@ class Entry:
             traffic_tag=ask.traffic_tag,
             parts=ask.parts,
             call=ask.call,
+            shorten=ask.shorten,
         )
 
 
-def _held_bytes(value: Json) -> int:
+def held_bytes_of(value: Json) -> int:
     """Bytes of memory of free-form content; rather too much, since some values are shared."""
     if isinstance(value, dict):
-        return sys.getsizeof(value) + sum(_held_bytes(key) + _held_bytes(item) for key, item in value.items())
+        return sys.getsizeof(value) + sum(held_bytes_of(key) + held_bytes_of(item) for key, item in value.items())
     if isinstance(value, list):
-        return sys.getsizeof(value) + sum(map(_held_bytes, value))
+        return sys.getsizeof(value) + sum(map(held_bytes_of, value))
     return sys.getsizeof(value)

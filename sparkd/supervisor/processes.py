@@ -50,3 +50,11 @@ class Process:
             return False
         finally:
             os.close(fd)
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident bytes of a process, the shared arena included; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except (OSError, IndexError):
+        return 0

@@ -1,4 +1,4 @@
-"""Texts that apps want tokenized: one at a time goes to the worker, apps take turns.
+"""Texts that apps want as ids, and ids as texts: one at a time goes to the worker, apps take turns.
 
 So a text that takes seconds delays nobody's request by more than itself, and an app that asks a lot delays itself. One
 that a worker left behind when it ended is asked again, before all others, as `probation` allows.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparkd.errors import UnavailableError
-from sparkd.ipc.internal import Encode, Encoded
-from sparkd.ipc.messages import Failed, Message, Tokenize, Tokens
+from sparkd.errors import BusyError, UnavailableError
+from sparkd.ipc.internal import Decode, Decoded, Encode, Encoded
+from sparkd.ipc.messages import Detokenize, Failed, Message, Text, Tokenize, Tokens
 from sparkd.supervisor.fair_queue import FairQueue
-from sparkd.supervisor.journal import Standing
+from sparkd.supervisor.journal import Standing, held_bytes_of
 
 #: Questions of all apps that wait for an answer, and characters of their texts.
 MAX_QUESTIONS = 256
@@ -24,11 +24,15 @@ Answer = tuple[bytes, Message]
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """Who asked (None: nobody who is still there), under which tag, the worker's order, and how it stands in trial."""
+    """Who asked (None: nobody who is still there), under which tag, the worker's order, and how it stands in trial.
+
+    `size`: how much waits with it, in characters (of a chat in bytes).
+    """
 
     peer: bytes | None
     tag: int
-    order: Encode
+    order: Encode | Decode
+    size: int = 0
     crashes: int = 0
     standing: Standing = Standing.CLEAR
     proof_at: int = 0
@@ -52,27 +56,28 @@ class Questions:
         self._again: Question | None = None
         self._queue: FairQueue[Question] = FairQueue()
 
-    def ask(self, peer: bytes, msg: Tokenize, job: int) -> None:
-        """Take a question on under the number `job`. UnavailableError when too many wait."""
+    def ask(self, peer: bytes, msg: Tokenize | Detokenize, job: int) -> None:
+        """Take a question on under the number `job`. BusyError when too many wait."""
         if len(self._queue) >= MAX_QUESTIONS:
-            raise UnavailableError(f"{MAX_QUESTIONS} questions wait already", fix="try again later")
-        held = sum(len(question.order.text) for question in self._queue)
-        if held and held + len(msg.text) > MAX_CHARACTERS:
+            raise BusyError(f"{MAX_QUESTIONS} questions wait already", fix="try again later")
+        held = sum(question.size for question in self._queue)
+        order, size = _order(msg, job)
+        if held and held + size > MAX_CHARACTERS:
             what = f"{len(self._queue)} questions with {held} characters wait already"
-            raise UnavailableError(what, fix="try again later")
-        self._queue.push(peer, Question(peer, msg.tag, Encode(job, msg.text, msg.special)))
+            raise BusyError(what, fix="try again later")
+        self._queue.push(peer, Question(peer, msg.tag, order, size))
 
     @property
     def first(self) -> Question | None:
         """What `start` would begin; None when nothing waits, or while one is at the worker."""
         return None if self.asked is not None else self._again or self._queue.first()
 
-    def start(self) -> Encode:
+    def start(self) -> Encode | Decode:
         """The next one goes to the worker: the order for it. IndexError when nothing waits."""
         self.asked, self._again = self._again or self._queue.pop(), None
         return self.asked.order
 
-    def answered(self, msg: Encoded) -> Answer | None:
+    def answered(self, msg: Encoded | Decoded) -> Answer | None:
         """The worker's answer as the app gets it; None when nobody waits for it any more."""
         asked = self.asked
         if asked is None or asked.order.job != msg.job:
@@ -80,9 +85,11 @@ class Questions:
         self.asked = None
         if asked.peer is None:
             return None
-        if msg.tokens is None:
-            return asked.peer, Failed(asked.tag, None, "request", msg.error or "cannot be tokenized")
-        return asked.peer, Tokens(asked.tag, msg.tokens)
+        if msg.error is not None:
+            return asked.peer, Failed(asked.tag, None, "request", msg.error)
+        if isinstance(msg, Decoded):
+            return asked.peer, Text(asked.tag, msg.text, msg.pieces)
+        return asked.peer, Tokens(asked.tag, msg.tokens or [])
 
     def lost(self, reason: str, *, guilty: bool) -> Iterator[Answer]:
         """The worker is gone: what it had is asked again, or fails with `reason` if it is the cause."""
@@ -108,3 +115,11 @@ class Questions:
             self._again = None
         if self.asked is not None and self.asked.peer == peer:
             self.asked.peer = None
+
+
+def _order(msg: Tokenize | Detokenize, job: int) -> tuple[Encode | Decode, int]:
+    """What the worker gets, and how much waits with it."""
+    if isinstance(msg, Detokenize):
+        return Decode(job, msg.tokens, msg.pieces), len(msg.tokens)
+    order = Encode(job, msg.text, msg.special, msg.chat, msg.tools, msg.options)
+    return order, held_bytes_of([msg.chat, msg.tools, msg.options]) if msg.text is None else len(msg.text)

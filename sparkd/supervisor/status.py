@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sparkd import __version__
 from sparkd.config import Settings
@@ -19,6 +18,7 @@ from sparkd.store.planned import Plan
 from sparkd.supervisor.children import Children
 from sparkd.supervisor.front_door import FrontDoor
 from sparkd.supervisor.holding import Holding
+from sparkd.supervisor.processes import rss_bytes
 
 #: Seconds a child has to answer.
 PATIENCE_S = 0.5
@@ -81,6 +81,7 @@ def document(
     plan: Plan,
     door: FrontDoor,
     children: Children,
+    gateway: dict[str, Json] | None,
     holding: Holding,
     loading: tuple[int, int],
     reload: dict[str, Json],
@@ -118,7 +119,7 @@ def document(
             "limit": plan.limit,
             "limit_bytes": plan.limit_bytes,
         },
-        "processes": [_own_process(state), *_processes(children, now)],
+        "processes": [_own_process(state), *_processes(children, now), *([] if gateway is None else [gateway])],
         "loading": {
             "done_bytes": loading[0],
             "total_bytes": loading[1],
@@ -179,11 +180,3 @@ def _residency(plan: Plan, store: dict[str, Json]) -> dict[str, Json]:
     none: dict[str, Json] = {"resident": 0, "layers": [], "slabs": []}
     told = {part: store[part] for part in parts} if store else none
     return {"records": plan.records, "slots": plan.slots, "partial": plan.partial, **told}
-
-
-def rss_bytes(pid: int) -> int:
-    """Resident bytes of a process, the shared arena included; 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-    except (OSError, IndexError):
-        return 0

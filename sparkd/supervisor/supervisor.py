@@ -37,6 +37,7 @@ from sparkd.supervisor.admission import Served
 from sparkd.supervisor.advice import Advice
 from sparkd.supervisor.children import ChildProcess, Children, Condition
 from sparkd.supervisor.front_door import FrontDoor
+from sparkd.supervisor.gateway import Gateway
 from sparkd.supervisor.holding import Holding
 from sparkd.supervisor.journal import Entry
 from sparkd.supervisor.notify import Notifier
@@ -100,6 +101,7 @@ class Supervisor:
         self._routing = _routing_ring(plan) if settings.calibration.enabled else None
         regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})
         self._children = Children(lock.run_dir, settings.to_json(), plan.fingerprint, regions, lock.record)
+        self._gateway = Gateway(settings.gateway, lock.client)
         self._rounds = status.Rounds()
         self._advice = Advice()
         self._holding = Holding(arena, settings.memory)
@@ -129,6 +131,8 @@ class Supervisor:
                 self._reap(now)
                 self._listen(now)
                 self._children.tick(now)
+                if self._gateway.tick(now):
+                    _log.warning("%s", self._gateway.reason)
                 self._door.tick(now)
                 self._probe_apps(now)
                 self._answer_status(now)
@@ -144,6 +148,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End what still runs, close the sockets."""
+        self._gateway.kill()
         self._children.kill()
         self._holding.close()
         self._control.close()
@@ -182,6 +187,7 @@ class Supervisor:
         self._notify.stopping()
         self._door.close(reason, now)
         self._deliver(now)
+        self._gateway.stop()
         self._children.stop(now)
 
     def _reload(self, now: float) -> None:
@@ -435,6 +441,7 @@ class Supervisor:
             self._plan,
             self._door,
             self._children,
+            self._gateway.status(),
             self._holding,
             self._loading,
             self._reloader.outcome,

@@ -43,13 +43,16 @@ _STRING = frozenset(["string"])
 
 
 class AnswerParser:
-    """Reads one answer. `thinking`: the prompt ended inside a thought. Without tools there are no calls, only text."""
+    """Reads one answer. `thinking`: the prompt ended inside a thought. Without tools there are no calls, only text.
 
-    def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]], *, thinking: bool) -> None:
+    `begun`: the first words of the answer, which the prompt ended with; what they say comes out with the first `push`.
+    """
+
+    def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]], *, thinking: bool, begun: str = "") -> None:
         self._syntax = syntax
         self._tools = Tools(tools)
         self._state: _State = self._before_thought if thinking else self._start
-        self._held = ""
+        self._held = begun
         self._parts: list[Part] = []
         #: Calls that have begun.
         self._calls = 0

@@ -22,8 +22,8 @@ import zmq
 
 from sparkd.errors import RequestError, SparkError
 from sparkd.gguf.metadata import Metadata
-from sparkd.ipc.internal import Encode, Encoded, Refused, Run
-from sparkd.ipc.messages import MAX_BYTES
+from sparkd.ipc.internal import Decode, Decoded, Encode, Encoded, Refused, Run
+from sparkd.ipc.messages import MAX_BYTES, Json
 from sparkd.text.answer import AnswerParser
 from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.markup import THINK, THINK_END, syntax_of
@@ -48,8 +48,8 @@ class Prepare:
     """Build what texts will need."""
 
 
-Order = Run | Encode | Prepare
-Result = Sequence | Refused | Encoded
+Order = Run | Encode | Decode | Prepare
+Result = Sequence | Refused | Encoded | Decoded
 
 
 class Texts:
@@ -67,7 +67,7 @@ class Texts:
         self._template: ChatTemplate | SparkError | None = None
 
     def work(self, order: Order) -> Result | None:
-        """Do one order; a request that cannot be done is Refused (or an Encoded with its error)."""
+        """Do one order; one that cannot be done is Refused (or Encoded, Decoded with the error)."""
         if isinstance(order, Prepare):
             self.tokenizer.prepare()
             self._chat()
@@ -77,6 +77,11 @@ class Texts:
                 return Encoded(order.job, self._ids(order))
             except SparkError as error:
                 return Encoded(order.job, None, str(error))
+        if isinstance(order, Decode):
+            try:
+                return self._decode(order)
+            except SparkError as error:
+                return Decoded(order.job, "", None, str(error))
         try:
             return self._sequence(order)
         except SparkError as error:
@@ -98,17 +103,28 @@ class Texts:
         return self._template
 
     def _ids(self, order: Encode) -> list[int]:
-        ids = self.tokenizer.encode(order.text, special=order.special)
+        if order.text is None:
+            ids = self._render(order.chat or [], order.tools, order.options)
+        else:
+            ids = self.tokenizer.encode(order.text, special=order.special)
         if len(ids) > _MAX_IDS:
             raise RequestError(f"the text has {len(ids)} tokens, an answer may hold {_MAX_IDS}", fix="cut the text")
         return ids
+
+    def _decode(self, order: Decode) -> Decoded:
+        check_tokens(order.tokens, self.vocab)
+        pieces = [list(self.tokenizer.token_bytes(token)) for token in order.tokens] if order.pieces else None
+        return Decoded(order.job, self.tokenizer.decode(order.tokens), pieces)
 
     def _sequence(self, run: Run) -> Sequence:
         clock = Clock(arrived=time.monotonic())
         check_sampling(run.sampling, self.vocab)
         check_logprobs(run.logprobs)
         prompt = self._prompt(run)
-        check_length(len(prompt), run.max_tokens, self.context)
+        max_tokens = run.max_tokens
+        if run.shorten:
+            max_tokens = max(1, min(max_tokens, self.context - len(prompt)))
+        check_length(len(prompt), max_tokens, self.context)
         check_tokens(prompt, self.vocab)
         seed = run.sampling.seed if run.sampling.seed is not None else secrets.randbits(_SEED_BITS)
         detokenizer = Detokenizer(self.tokenizer, shown=self._syntax.texts if run.parts else frozenset())
@@ -122,7 +138,7 @@ class Texts:
             run.request,
             array("i", [*prompt, *run.produced]),
             len(prompt),
-            run.max_tokens,
+            max_tokens,
             dataclasses.replace(run.sampling, seed=seed),
             run.logprobs,
             run.ignore_eos,
@@ -138,11 +154,16 @@ class Texts:
             return run.tokens
         if run.prompt is not None:
             return self.tokenizer.encode(run.prompt, special=True, bos=True)
+        prompt = self._render(run.chat or [], run.tools, run.options)
+        return prompt if run.call is None else self._begin_call(prompt, run.call)
+
+    def _render(
+        self, chat: list[dict[str, Json]], tools: list[dict[str, Json]] | None, options: dict[str, Json]
+    ) -> list[int]:
         template = self._chat()
         if isinstance(template, SparkError):
             raise template
-        prompt = template.encode(run.chat or [], run.tools, options=run.options).ids
-        return prompt if run.call is None else self._begin_call(prompt, run.call)
+        return template.encode(chat, tools, options=options).ids
 
     def _begin_call(self, prompt: list[int], tool: str) -> list[int]:
         """The prompt with the first words of the answer: a call of `tool`, or of any if that is empty."""
@@ -154,9 +175,8 @@ class Texts:
     def _answer(self, run: Run, prompt: list[int]) -> AnswerParser:
         if run.call is None:
             return AnswerParser(self._syntax, run.tools or [], thinking=self._in_thought(prompt))
-        answer = AnswerParser(self._syntax, run.tools or [], thinking=False)
-        answer.push("".join(self._syntax.opener(run.call)))
-        return answer
+        begun = "".join(self._syntax.opener(run.call))
+        return AnswerParser(self._syntax, run.tools or [], thinking=False, begun=begun)
 
     def _in_thought(self, prompt: list[int]) -> bool:
         return self.tokenizer.decode(prompt[-_TAIL:]).rstrip().endswith(THINK)

@@ -25,6 +25,7 @@ from sparkd.ipc.internal import (
     Abort,
     Attach,
     Attached,
+    Decode,
     Done,
     Encode,
     Ready,
@@ -201,7 +202,7 @@ class WorkerServer:
             case Run():
                 self._at_desk.add(msg.request)
                 desk.put(msg)
-            case Encode():
+            case Encode() | Decode():
                 desk.put(msg)
             case Abort() if msg.request in self._at_desk:
                 self._at_desk.discard(msg.request)

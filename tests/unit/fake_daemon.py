@@ -5,6 +5,7 @@ It is as strict as the real one: chunks are sent against credit alone, ids are s
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from typing import Any
 import zmq
 
 from spark_client import messages as m
+from sparkd.ipc.messages import Part
+from sparkd.text.answer import AnswerParser
+from sparkd.text.markup import QWEN
 
 
 @dataclass
@@ -37,6 +41,9 @@ class FakeDaemon:
     refuse: m.Failed | None = None
     silent: bool = False
     endless: bool = False
+    end: str = "stop"
+    #: How answers end instead.
+    fail: m.Failed | None = None
     lapsed: bool = False
     #: Longer than any test takes, unless the test is about what happens when it is over.
     lease_s: float = 600.0
@@ -97,7 +104,11 @@ class FakeDaemon:
             case m.Ping():
                 return [m.Pong(msg.tag)]
             case m.Tokenize():
-                return [m.Tokens(msg.tag, list(msg.text.encode()))]
+                text = "".join(message["content"] for message in msg.chat or []) if msg.text is None else msg.text
+                return [m.Tokens(msg.tag, list(text.encode()))]
+            case m.Detokenize():
+                pieces = [[token] for token in msg.tokens] if msg.pieces else None
+                return [m.Text(msg.tag, bytes(msg.tokens).decode(errors="replace"), pieces)]
             case m.StatusRequest():
                 return [m.StatusReply(msg.tag, self.status)]
             case m.Generate():
@@ -117,7 +128,15 @@ class FakeDaemon:
             return [m.Failed(ask.tag, None, answer.code, answer.message, answer.retry)]
         request = 1000 + len(self._jobs)
         chunks = [m.Chunk(request, n, [n], text) for n, text in enumerate(answer)]
-        end = None if self.endless else finished(request, "stop", len(chunks))
+        if ask.logprobs is not None:
+            best = [m.Logprob(token, -0.5) for token in range(97, 97 + ask.logprobs)]
+            chunks = [dataclasses.replace(chunk, choices=[m.Choice(-0.25, best)]) for chunk in chunks]
+        if ask.parts:
+            chunks = _in_parts(ask, chunks)
+        reason = self.end if ask.max_tokens >= len(chunks) else "length"
+        end: m.Message | None = None if self.endless else finished(request, reason, len(chunks))
+        if self.fail is not None:
+            end = dataclasses.replace(self.fail, tag=ask.tag, request=request)
         self._jobs[request] = Job(peer, ask, chunks, end, ask.credit)
         return [m.Accepted(ask.tag, request, 0), m.Progress(request, "prefill", 3, 3)]
 
@@ -125,3 +144,17 @@ class FakeDaemon:
 def finished(request: int, reason: str, output: int) -> m.Finished:
     """The end of a request."""
     return m.Finished(request, reason, None, 3, output, 42, m.Timings(0.5, 0.25, 2.0))
+
+
+def _in_parts(ask: m.Generate, chunks: list[m.Chunk]) -> list[m.Chunk]:
+    """The same as a worker reads it, which has a thought where the template's option says so."""
+    thinking = bool(ask.options.get("enable_thinking")) and ask.call is None
+    begun = "" if ask.call is None else "".join(QWEN.opener(ask.call))
+    parser = AnswerParser(QWEN, ask.tools or [], thinking=thinking, begun=begun)
+
+    def ours(parts: list[Part]) -> list[m.Part]:
+        return [m.Part(part.kind, part.text, part.call, part.name) for part in parts]
+
+    made = [dataclasses.replace(chunk, text="", parts=ours(parser.push(chunk.text))) for chunk in chunks]
+    rest = ours(parser.finish(cut=ask.max_tokens < len(chunks)))
+    return [*made, m.Chunk(chunks[0].request, len(chunks), [], "", None, rest)] if rest else made

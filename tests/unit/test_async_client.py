@@ -68,15 +68,18 @@ def test_chat_tokenize_and_status_are_those_of_the_other_client(fake_daemon: Sta
         stream = await client.chat(talk, tools=[{"name": "f"}], options={"enable_thinking": True}, max_tokens=5)
         assert await stream.read() == "Hello, world"
         assert await client.tokenize("ab", special=True) == [97, 98]
+        assert await client.tokenize_chat([{"role": "user", "content": "a"}]) == [97]
+        assert (await client.detokenize([97]), await client.token_bytes([97])) == ("a", [b"a"])
         assert await client.status() == {"state": "ready"}
 
     using(daemon.path, body)
     with Client(daemon.path) as client:
         client.chat(talk, tools=[{"name": "f"}], options={"enable_thinking": True}, max_tokens=5).read()
         client.tokenize("ab", special=True)
+        client.tokenize_chat([{"role": "user", "content": "a"}])
     for kind in (m.Generate, m.Tokenize):
-        one, other = daemon.of(kind)
-        assert one == other
+        heard = daemon.of(kind)
+        assert heard[: len(heard) // 2] == heard[len(heard) // 2 :]
 
 
 def test_events_include_the_progress_before_the_first_text(fake_daemon: Start) -> None:

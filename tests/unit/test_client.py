@@ -55,7 +55,7 @@ def test_every_field_of_a_request_can_be_given_by_its_name(fake_daemon: Start) -
     given: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(m.Sampling)}
     given |= {"min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     given |= {"logit_bias": {5: -1.0}, "stop": (), "model": "", "max_tokens": 3, "ignore_eos": True}
-    given |= {"logprobs": 2, "timeout_s": 60.0, "parts": True, "call": "f"}
+    given |= {"logprobs": 2, "timeout_s": 60.0, "parts": True, "call": "f", "shorten": True}
     assert given.keys() == Parameters.__annotations__.keys()
     daemon = fake_daemon()
     with Client(daemon.path) as client:
@@ -63,7 +63,7 @@ def test_every_field_of_a_request_can_be_given_by_its_name(fake_daemon: Start) -
     (ask,) = daemon.of(m.Generate)
     assert ask.sampling == m.Sampling(0.0, 0, 1.0, None, 0.1, 1.5, 0.5, 0.25, [m.Bias(5, -1.0)])
     assert (ask.max_tokens, ask.ignore_eos, ask.logprobs, ask.timeout_s) == (3, True, 2, 60.0)
-    assert ask.parts and ask.call == "f"
+    assert ask.parts and ask.call == "f" and ask.shorten
     fields = {field.name for field in dataclasses.fields(m.Generate)} - {"tag", "credit", "sampling"}
     assert fields - Parameters.__annotations__.keys() == {"prompt", "tokens", "chat", "tools", "options"}
 
@@ -181,6 +181,8 @@ def test_a_refused_request_raises_code_message_and_whether_to_retry(fake_daemon:
             client.generate("x")
         assert (caught.value.code, str(caught.value), caught.value.retry) == ("unavailable", "the queue is full", True)
         assert client.tokenize("ok") == [111, 107]
+        assert client.tokenize_chat([{"role": "user", "content": "ok"}], options={"a": 1}) == [111, 107]
+        assert client.detokenize([111, 107]) == "ok" and client.token_bytes([111, 107]) == [b"o", b"k"]
 
 
 def test_tokens_and_status_are_answered_beside_a_stream(fake_daemon: Start) -> None:

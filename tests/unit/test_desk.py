@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from sparkd.gguf.model_file import ModelFile
-from sparkd.ipc.internal import Encode, Encoded, Run
+from sparkd.ipc.internal import Decode, Decoded, Encode, Encoded, Refused, Run
 from sparkd.ipc.messages import MessageError, Part, Sampling, encode
 from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.sequences import Sequence
@@ -124,3 +124,33 @@ def test_an_answer_that_must_be_a_call_begins_as_one_whatever_the_prompt_ends_wi
         again = texts.work(order(tokens=forced.tokens.tolist(), tools=TOOLS, parts=True, call="now"))
         assert isinstance(again, Sequence) and again.answer is not None
         assert again.answer.push("</tool_call>") == [Part("call", "{}", 0, "now")]
+        assert not again.answer.push("")
+
+
+def test_a_conversation_is_tokenized_as_it_is_asked_for_an_answer(texts: Texts) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    asked = texts.work(order(chat=chat, options={"enable_thinking": True}))
+    answer = texts.work(Encode(1, None, special=False, chat=chat, options={"enable_thinking": True}))
+    assert isinstance(asked, Sequence) and isinstance(answer, Encoded)
+    assert answer.tokens == asked.tokens.tolist()
+    wrong = texts.work(Encode(1, None, special=False, chat=[{"role": "king"}]))
+    assert isinstance(wrong, Encoded) and wrong.error is not None and "'king'" in wrong.error
+
+
+def test_tokens_become_text_and_bytes(texts: Texts) -> None:
+    tokens = texts.tokenizer.encode("é!<|im_end|>", special=True)
+    assert texts.work(Decode(1, tokens, pieces=False)) == Decoded(1, "é!<|im_end|>")
+    answer = texts.work(Decode(1, tokens, pieces=True))
+    assert isinstance(answer, Decoded) and answer.pieces is not None
+    assert [bytes(piece) for piece in answer.pieces] == [texts.tokenizer.token_bytes(token) for token in tokens]
+    wrong = texts.work(Decode(1, [4096], pieces=True))
+    assert isinstance(wrong, Decoded) and wrong.error is not None and "4096" in wrong.error
+
+
+def test_output_may_be_shortened_to_what_the_context_leaves_and_a_prompt_never(texts: Texts) -> None:
+    fits = texts.work(order(tokens=[1] * 2000, max_tokens=5000, shorten=True))
+    assert isinstance(fits, Sequence) and fits.max_tokens == 48
+    little = texts.work(order(tokens=[1] * 2000, max_tokens=5, shorten=True))
+    assert isinstance(little, Sequence) and little.max_tokens == 5
+    over = texts.work(order(tokens=[1] * 2048, max_tokens=5000, shorten=True))
+    assert isinstance(over, Refused) and "2048 prompt tokens" in over.message

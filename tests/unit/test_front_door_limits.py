@@ -29,7 +29,7 @@ def test_a_full_queue_refuses_with_an_error_that_may_be_retried(house: House) ->
     for peer in (b"a", b"b"):
         answer = house.ask(peer)
         assert isinstance(answer, m.Failed)
-        assert answer.retry and answer.code == "unavailable" and "limits.queue is 3" in answer.message
+        assert answer.retry and answer.code == "busy" and "limits.queue is 3" in answer.message
 
 
 def test_an_app_that_fills_the_queue_leaves_a_place_for_each_other(house: House) -> None:
@@ -111,7 +111,7 @@ def test_prompts_that_wait_are_bounded_in_bytes_for_one_app_and_for_all(house: H
         refusals.append((accepted, answer))
     assert [accepted for accepted, _ in refusals] == [4, 4, 1]
     for _, refusal in refusals:
-        assert refusal.retry and refusal.code == "unavailable" and str(HELD_BYTES) in refusal.message
+        assert refusal.retry and refusal.code == "busy" and str(HELD_BYTES) in refusal.message
     huge = house.ask(b"c", tokens=None, prompt="x" * (HELD_BYTES // 2))
     assert isinstance(huge, m.Failed) and not huge.retry and str(HELD_BYTES // 2) in huge.message
     chat = [{"role": "user", "content": [text]}]
@@ -239,3 +239,27 @@ def test_texts_that_wait_to_be_tokenized_are_bounded_in_number_and_length(house:
         house.door.receive(b"a", m.Tokenize(tag, "x"), 0.0)
     (refused,) = house.heard(b"a")
     assert refused.tag == MAX_QUESTIONS + 1 and refused.retry and str(MAX_QUESTIONS) in refused.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "either text or chat"),
+        ({"text": "x", "chat": [{}]}, "either text or chat"),
+        ({"text": "x", "tools": [{}]}, "tools belong to chat"),
+        ({"chat": [{}], "special": True}, "special belongs to text"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused_by_name(house: House, fields: dict[str, Any], named: str) -> None:
+    house.hello(b"a")
+    house.door.receive(b"a", m.Tokenize(5, **fields), 0.0)
+    (answer,) = house.heard(b"a")
+    assert (answer.tag, answer.code in ("request", "unsupported")) == (5, True) and named in answer.message
+
+
+def test_output_that_may_be_shortened_never_keeps_a_prompt_out(house: House) -> None:
+    house.hello(b"a")
+    assert isinstance(house.ask(b"a", tokens=[1] * 90, max_tokens=500, shorten=True), m.Accepted)
+    assert [run.max_tokens for run in house.orders()] == [10]
+    refused = house.ask(b"a", tokens=[1] * 100, max_tokens=500, shorten=True)
+    assert isinstance(refused, m.Failed) and "100 prompt tokens" in refused.message

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparkd.ipc.messages import Part
@@ -78,6 +78,7 @@ FRAGMENTS = [
 ]
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([QWEN, LAGUNA]),
     st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
@@ -102,6 +103,7 @@ def test_every_cut_of_any_text_gives_the_same_parts(
         assert isinstance(json.loads(part.text), dict)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([QWEN, LAGUNA]), st.text())
 def test_any_string_is_an_argument_unharmed(syntax: Syntax, value: str) -> None:
     if syntax is QWEN:

@@ -1,0 +1,1 @@
+"""HTTP for apps that speak OpenAI's or Anthropic's dialect: knows the daemon's client socket and no model."""

@@ -1,0 +1,72 @@
+"""What a request can be refused with, once; each dialect writes it its own way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spark_client import ConnectionFailed, RequestFailed, SparkClientError
+
+#: Seconds after which a client may try again.
+RETRY_S = 2
+#: Status, OpenAI's type and Anthropic's type.
+_KINDS = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("invalid_request_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    503: ("overloaded_error", "overloaded_error"),
+    504: ("timeout_error", "timeout_error"),
+}
+#: What the daemon's codes mean in HTTP; all others are the daemon's own fault.
+_STATUS = {"request": 400, "unsupported": 400, "protocol": 400, "busy": 429, "unavailable": 503, "timeout": 504}
+
+
+@dataclass
+class ApiError(Exception):
+    """A request that cannot be served: HTTP status, a line for people, the option that is to blame, a stable code."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to the status."""
+        return {"retry-after": str(RETRY_S)} if self.status in (429, 503) else {}
+
+    def openai(self) -> dict[str, object]:
+        """The body in OpenAI's dialect."""
+        kind = _KINDS.get(self.status, ("server_error", ""))[0]
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, object]:
+        """The body in Anthropic's dialect."""
+        kind = _KINDS.get(self.status, ("", "api_error"))[1]
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": None}
+
+
+def refused(option: str, why: str) -> ApiError:
+    """An option that is not supported, or wrong."""
+    return ApiError(400, f"{option}: {why}", option, "unsupported_option")
+
+
+def of_client(error: SparkClientError | TimeoutError) -> ApiError:
+    """What went wrong at the daemon, or on the way to it."""
+    if isinstance(error, ConnectionFailed):
+        return ApiError(503, str(error), code="daemon_unreachable")
+    if isinstance(error, RequestFailed):
+        status = _STATUS.get(error.code, 500)
+        too_long = error.code == "request" and "a request may have" in error.message
+        return ApiError(status, error.message, code="context_length_exceeded" if too_long else error.code)
+    if isinstance(error, TimeoutError):
+        return ApiError(504, str(error))
+    return ApiError(400, str(error))
