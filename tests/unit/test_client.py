@@ -55,7 +55,7 @@ def test_every_field_of_a_request_can_be_given_by_its_name(fake_daemon: Start) -
     given: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(m.Sampling)}
     given |= {"min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     given |= {"logit_bias": {5: -1.0}, "stop": (), "model": "", "max_tokens": 3, "ignore_eos": True}
-    given |= {"logprobs": 2, "timeout_s": 60.0, "parts": True, "call": "f", "shorten": True}
+    given |= {"logprobs": 2, "timeout_s": 60.0, "parts": True, "call": "f", "shorten": True, "traffic_tag": "x"}
     assert given.keys() == Parameters.__annotations__.keys()
     daemon = fake_daemon()
     with Client(daemon.path) as client:
@@ -63,7 +63,7 @@ def test_every_field_of_a_request_can_be_given_by_its_name(fake_daemon: Start) -
     (ask,) = daemon.of(m.Generate)
     assert ask.sampling == m.Sampling(0.0, 0, 1.0, None, 0.1, 1.5, 0.5, 0.25, [m.Bias(5, -1.0)])
     assert (ask.max_tokens, ask.ignore_eos, ask.logprobs, ask.timeout_s) == (3, True, 2, 60.0)
-    assert ask.parts and ask.call == "f" and ask.shorten
+    assert ask.parts and ask.call == "f" and ask.shorten and ask.traffic_tag == "x"
     fields = {field.name for field in dataclasses.fields(m.Generate)} - {"tag", "credit", "sampling"}
     assert fields - Parameters.__annotations__.keys() == {"prompt", "tokens", "chat", "tools", "options"}
 
