@@ -79,10 +79,14 @@ class _Daemon(Collector):
 
 
 def _hit_rates(residency: dict[str, Any]) -> Iterable[Metric]:
-    """Figures of a tier that does not hold everything, where the daemon tells them."""
-    for name in ("hits", "misses"):
-        if isinstance(residency.get(name), int):
-            yield _counter(f"spark_expert_{name}", f"Expert lookups that were {name}", residency[name])
+    """Uses of experts by steps, and how many were not there: told where not all of them have room."""
+    uses = CounterMetricFamily("spark_expert_uses", "Uses of experts by steps", labels=["phase"])
+    misses = CounterMetricFamily("spark_expert_misses", "Uses of experts that were not in memory", labels=["phase"])
+    for phase, told in residency.get("uses", {}).items():
+        uses.add_metric([phase], told["uses"])
+        misses.add_metric([phase], told["misses"])
+    yield uses
+    yield misses
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -21,6 +21,7 @@ def document(state: str = "ready", reason: str = "") -> dict[str, Any]:
             "resident": 6,
             "layers": [{"records": 4, "resident": 4}, {"records": 4, "resident": 2}],
             "slabs": [],
+            "uses": {"decode": {"uses": 80, "misses": 4}, "prefill": {"uses": 9, "misses": 1}},
         },
         "requests": {
             "running": 1,

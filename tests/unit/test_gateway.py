@@ -58,6 +58,7 @@ def test_figures_for_prometheus(house: House) -> None:
         'spark_state{state="ready"} 1.0',
         'spark_resident_records{layer="1"} 2.0',
         'spark_memory_bytes{what="core"} 2.0',
+        'spark_expert_misses_total{phase="decode"} 4.0',
         "spark_queued 2.0",
         "spark_output_tokens_total 8.0",
         "spark_decode_tokens_per_second 2.5",
