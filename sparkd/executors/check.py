@@ -73,9 +73,13 @@ def _check_ownership(segments: Sequence[Segment], layout: StateLayout) -> None:
 
 def check_experts(ids: NDArray[np.int16], experts: Sequence[int]) -> None:
     """Raise ValueError unless ids [layers, rows, top_k] are in range and different within each row."""
-    for layer, (chosen, count) in enumerate(zip(ids, experts, strict=True)):
-        ordered = np.sort(chosen, axis=-1)
-        if ordered.size and (ordered[:, 0].min() < 0 or ordered[:, -1].max() >= count):
-            raise ValueError(f"expert layer {layer} chose an expert outside 0 to {count - 1}")
-        if (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise ValueError(f"expert layer {layer} chose one expert twice for a row")
+    if not ids.size:
+        return
+    ordered = np.sort(ids, axis=-1)
+    outside = (ordered[:, :, 0] < 0) | (ordered[:, :, -1] >= np.asarray(experts)[:, None])
+    if outside.any():
+        layer = int(outside.any(axis=1).argmax())
+        raise ValueError(f"expert layer {layer} chose an expert outside 0 to {experts[layer] - 1}")
+    twice = ordered[:, :, 1:] == ordered[:, :, :-1]
+    if twice.any():
+        raise ValueError(f"expert layer {int(twice.any(axis=(1, 2)).argmax())} chose one expert twice for a row")

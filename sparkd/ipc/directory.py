@@ -144,8 +144,10 @@ class Directory:
 
     def steps(self) -> list[Steps]:
         """What each worker has counted. A step that began before this call and is not told as ended may be running."""
-        load, words = _atomics.load, self._counters
-        return [Steps(load(words, w * _LINE), load(words, w * _LINE + 1)) for w in range(WORKERS)]
+        # One after another: what a worker has begun is loaded before what it has ended.
+        words = np.empty(WORKERS * _LINE, np.uint64)
+        _atomics.copy(self._counters, words)
+        return [Steps(begun, ended) for begun, ended, *_ in words.reshape(WORKERS, _LINE).tolist()]
 
     def residents(self) -> list[int]:
         """Resident records of each expert layer."""

@@ -131,10 +131,9 @@ class Router:
 
     def receive(self) -> tuple[bytes, Message] | None:
         """The next message and its sender, None when there is none. Malformed (with the peer) when it is no message."""
-        try:
-            peer, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        if not _readable(self.socket):
             return None
+        peer, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
         return peer, _decode(peer, parts, self._max_bytes)
 
     def close(self) -> None:
@@ -187,10 +186,9 @@ class Channel:
         """
         if wait_s and not self._poller.poll(int(wait_s * 1000)):
             return None
-        try:
-            return _decode(b"", self.socket.recv_multipart(zmq.NOBLOCK), messages.INTERNAL_MAX_BYTES)
-        except zmq.Again:
+        if not _readable(self.socket):
             return None
+        return _decode(b"", self.socket.recv_multipart(zmq.NOBLOCK), messages.INTERNAL_MAX_BYTES)
 
     def interrupted(self) -> bool:
         """Whether the other side has gone away since the last call, and what was said to it may be lost.
@@ -221,6 +219,11 @@ def _socket(
     socket.setsockopt(zmq.RCVHWM, high_water)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     return socket
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is there. Looking costs a fraction of the exception of a receive that finds none."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _bind(socket: zmq.Socket[bytes], path: Path, mode: int, group: int) -> None:

@@ -38,6 +38,7 @@ class MessageError(ValueError):
     tag: int | None = None
 
 
+_SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
 _TYPES: dict[str, type[Any]] = {}
 _T = TypeVar("_T")
 
@@ -105,7 +106,7 @@ _METHODS = {
 
 def encode(msg: Message, limit: int = MAX_BYTES) -> bytes:
     """Pack a message. MessageError when it is larger than `limit` or holds what msgpack cannot say."""
-    body = {f.name: _plain(getattr(msg, f.name)) for f in dataclasses.fields(msg)}
+    body = {name: _plain(getattr(msg, name)) for name in _fields(type(msg))}
     try:
         data: bytes = msgpack.packb({"v": VERSION, "t": msg.wire_name, **body}, use_bin_type=True)
     except (ValueError, TypeError, OverflowError) as error:
@@ -168,9 +169,11 @@ def _packs(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Nested records as maps; a list holds either records alone or none."""
+    if type(value) in _SCALARS:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+    if isinstance(value, list) and value and type(value[0]) not in _SCALARS and dataclasses.is_dataclass(value[0]):
         return [_plain(item) for item in value]
     return value
 
@@ -195,25 +198,32 @@ class _Room:
 
 
 def _build(cls: type[Any], body: dict[str, Any], where: str, room: _Room) -> Any:
-    hints = _hints(cls)
+    fields = _fields(cls)
     for key in body:
-        if key not in hints:
+        if key not in fields:
             raise MessageError(f"{where}: unknown field {key!r}"[:200])
-    for f in dataclasses.fields(cls):
-        if f.name in body:
-            body[f.name] = _check(hints[f.name], body[f.name], f"{where}.{f.name}", room)
-        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise MessageError(f"{where}: field {f.name!r} is missing")
+    for name, (hint, required) in fields.items():
+        if name in body:
+            value = body[name]
+            if type(value) is not hint:
+                body[name] = _check(hint, value, f"{where}.{name}", room)
+        elif required:
+            raise MessageError(f"{where}: field {name!r} is missing")
     return cls(**body)
 
 
-_HINTS: dict[type[Any], dict[str, Any]] = {}
+#: For each type the hint of each field, and whether it must be there.
+_FIELDS: dict[type[Any], dict[str, tuple[Any, bool]]] = {}
 
 
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    if cls not in _HINTS:
-        _HINTS[cls] = typing.get_type_hints(cls)
-    return _HINTS[cls]
+def _fields(cls: type[Any]) -> dict[str, tuple[Any, bool]]:
+    if cls not in _FIELDS:
+        hints, missing = typing.get_type_hints(cls), dataclasses.MISSING
+        _FIELDS[cls] = {
+            f.name: (hints[f.name], f.default is missing and f.default_factory is missing)
+            for f in dataclasses.fields(cls)
+        }
+    return _FIELDS[cls]
 
 
 def _check(hint: Any, value: Any, where: str, room: _Room) -> Any:
