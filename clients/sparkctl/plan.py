@@ -89,14 +89,15 @@ def _unnamed(vram: float) -> Gpu:
 
 def document(made: Forecast) -> dict[str, Any]:
     """The forecast as JSON has it: bytes, seconds, shares from 0 to 1."""
-    needs, device = made.host.needs, made.device
+    fit, device = made.host.fit, made.device
     host = {
         **_host_rows(made),
-        "need_bytes": made.host.need,
-        "limit": made.host.limit.name,
-        "limit_bytes": made.host.limit.size,
-        "missing_bytes": made.host.missing,
-        "residency": 1.0,
+        "need_bytes": fit.need,
+        "limit": fit.limit.name,
+        "limit_bytes": fit.limit.size,
+        "missing_bytes": fit.missing,
+        "partial": made.host.layout.partial,
+        "residency": made.host.residency,
     }
     card = None
     if device is not None:
@@ -118,7 +119,7 @@ def document(made: Forecast) -> dict[str, Any]:
         "tensor_bytes": made.tensor_bytes,
         "fits": made.fits,
         "context": dataclasses.asdict(made.context),
-        "host": host | {"need_total_bytes": needs.total},
+        "host": host | {"need_total_bytes": fit.needs.total},
         "device": card,
         "hits": dataclasses.asdict(made.hits),
         "decode": _speed(made.speeds.decode) if made.speeds else None,
@@ -130,17 +131,18 @@ def document(made: Forecast) -> dict[str, Any]:
 
 
 def _host_rows(made: Forecast) -> dict[str, int]:
-    needs = made.host.needs
+    needs = made.host.fit.needs
     return {
         "core": needs.core,
-        "hot": needs.records,
-        "ring": 0,
-        "reserve": 0,
-        "directory": needs.directory + needs.headers,
+        "hot": made.host.hot_bytes,
+        "ring": made.host.ring_bytes,
+        "spare": made.host.spare_bytes,
+        "reserve": made.host.reserve_bytes,
+        "directory": needs.directory + needs.headers + needs.padding,
         "kv": made.context.kv,
         "state": made.context.state,
         "workspace": needs.slack,
-        "slack": max(made.host.limit.size - made.host.need, 0),
+        "slack": max(made.host.fit.limit.size - made.host.fit.need, 0),
     }
 
 
@@ -182,6 +184,7 @@ _ROWS = {
     "core": "core (what every token uses)",
     "hot": "experts, hot",
     "ring": "experts, ring",
+    "spare": "spare slots",
     "reserve": "reserve",
     "directory": "headers and directory",
     "kv": "keys and values",
@@ -214,14 +217,13 @@ def _show(made: Forecast) -> None:
         cells = [size(tier[key]) if tier.get(key) else "" for tier in ((host, device) if device else (host,))]
         if any(cells):
             tiers.add_row(name, *cells)
-    needed, allowed = [size(made.host.need)], [f"{size(made.host.limit.size)}"]
+    fit = made.host.fit
+    tiers.add_row("in all", size(fit.needs.total), *([size(made.device.used)] if made.device else []))
     if made.device is not None:
-        needed.append(size(made.device.used))
-        allowed.append(size(made.device.limit))
-    tiers.add_row("needed", *needed)
-    tiers.add_row("allowed", *allowed)
+        tiers.add_row("allowed", "", size(made.device.limit))
     out.print(tiers)
-    out.print(Text(f"host memory is limited by {printable(made.host.limit.name)}"), soft_wrap=True)
+    limited = f"{size(fit.need)} of {fit.limit.scope.value}, of {size(fit.limit.size)} allowed by {fit.limit.name}"
+    out.print(Text(printable(limited)), soft_wrap=True)
     if made.speeds is not None:
         prompt = min(PROMPT, made.context.positions)
         _show_speed(out, f"Decode after {prompt} tokens", made.speeds.decode)
@@ -236,8 +238,11 @@ def _show(made: Forecast) -> None:
 
 
 def _residency(made: Forecast) -> list[tuple[str, str]]:
-    if made.device is None:
+    if made.device is None and not made.host.layout.partial:
         return [("residency", "every expert in host memory")]
+    if made.device is None:
+        share = f"{made.host.residency:.1%} of all experts in host memory, hot set and ring; the others on disk"
+        return [("residency", share), ("expected hits", f"{made.hits.hot:.1%}; from {made.hits.source}")]
     hot = f"{made.device.residency:.1%} of all experts hot on the card"
     ring = f", a ring of {made.device.ring_slots} slots in each layer" if made.device.ring_slots else ""
     share = f"{made.hits.hot:.1%} by the hot set" + (f", {made.hits.ring:.1%} with the ring" if ring else "")

@@ -28,15 +28,20 @@ def largest_context(settings: Settings, most: int, fits: Callable[[Settings], bo
     return low * PAGE
 
 
-def host_advice(shape: Shape, settings: Settings, limits: Sequence[Limit]) -> list[str]:
-    """Lines for people: what is missing in host memory, then what would fit."""
-    fit = shape.host(settings, limits)
+def host_advice(shape: Shape, settings: Settings, limits: Sequence[Limit], *, whole: bool) -> list[str]:
+    """Lines for people: what is missing in host memory, then what would fit. `whole`: all records have to be there."""
+    held = shape.with_all if whole else shape.with_least
+    fit = held(settings, limits)
+    what = "with all experts" if whole else "at least"
     lines = [
-        f"host memory: needs {_gib(fit.need)} of {fit.limit.scope.value}, {fit.limit.name} allows "
+        f"host memory: needs {_gib(fit.need)} of {fit.limit.scope.value} {what}, {fit.limit.name} allows "
         f"{_gib(fit.limit.size)}: {_gib(fit.missing)} are missing"
     ]
-    smaller = list(_smaller(shape, settings, lambda changed: not shape.host(changed, limits).missing))
-    least = shape.host(with_limits(settings, context=PAGE, sequences=1), limits)
+    smaller = [
+        f"{line}{' with all experts in memory' if whole else ''}"
+        for line in _smaller(shape, settings, lambda changed: not held(changed, limits).missing)
+    ]
+    least = shape.with_all(with_limits(settings, context=PAGE, sequences=1), limits)
     return lines + (smaller or [_weights(shape, least.weights, "host memory")])
 
 
@@ -70,7 +75,7 @@ def _smaller(shape: Shape, settings: Settings, fits: Callable[[Settings], bool])
 def _weights(shape: Shape, room: int, where: str) -> str:
     """The largest type whose weights would take at most `room` bytes, if all tensors had it."""
     elements = sum(tensor.elements for tensor in shape.model.tensors.values())
-    now = shape.layout.core_bytes + shape.layout.records_bytes
+    now = shape.whole.core_bytes + shape.whole.records_bytes
     said = f"{where}: weights of {_gib(room)} would fit with one sequence, these have {_gib(now)}"
     sizes = sorted(
         (elements // kind.block * kind.bytes, kind.name) for kind in FORMATS.values() if kind.arithmetic is not None
@@ -78,7 +83,7 @@ def _weights(shape: Shape, room: int, where: str) -> str:
     size, name = max(((size, name) for size, name in sizes if size <= room), default=(0, ""))
     if not name:
         return f"{said}; no type of weights is small enough ({sizes[0][1]}: {_gib(sizes[0][0])})"
-    return f"{said}: a {name} file of this model would have about {_gib(size)}"
+    return f"{said}: as {name} this model would have about {_gib(size)}"
 
 
 def _gib(size: int) -> str:

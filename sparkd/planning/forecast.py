@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparkd.calibration import profile
+from sparkd.calibration.adviser import WARM
 from sparkd.calibration.counts import RoutingCounts, RoutingError
+from sparkd.calibration.shadow import FIRST
 from sparkd.config import Settings
 from sparkd.planning import hits, roofline
 from sparkd.planning.advice import device_advice, host_advice, largest_context
 from sparkd.planning.hardware import Gpu, Link
 from sparkd.planning.hits import ENOUGH_ROWS, Hits
 from sparkd.planning.roofline import PROMPT, Processor, Speed
-from sparkd.planning.shape import Shape
+from sparkd.planning.shape import HostBudget, Shape
 from sparkd.planning.work import Work
-from sparkd.residency.budget import Fit, Limit
+from sparkd.residency.budget import Limit
 from sparkd.residency.device_budget import DeviceBudget, usable
 from sparkd.store.plan import kv_and_state, limits_here, model_name
 from sparkd.store.planned import STEP_ROWS
@@ -88,7 +90,7 @@ class Forecast:
     tensor_bytes: int
     work: Work
     context: Context
-    host: Fit
+    host: HostBudget
     device: DeviceBudget | None
     hits: Hits
     speeds: Speeds | None
@@ -98,7 +100,7 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """Whether the daemon would start with these settings."""
-        return not self.host.missing and not (self.device and self.device.missing)
+        return self.speeds is not None
 
 
 def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = None) -> Forecast:
@@ -108,9 +110,14 @@ def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = No
     """
     shape = shape or Shape.open(settings)
     notes = [*shape.model.notes, *shape.program.notes]
-    limits = limits_here(settings, shape.layout) if machine.limits is None else machine.limits
-    host = shape.host(settings, limits)
-    advice = host_advice(shape, settings, limits) if host.missing else []
+    limits = limits_here(settings, shape.whole) if machine.limits is None else machine.limits
+    counts = _find_counts(shape)
+    host = shape.host(settings, limits, FIRST.pinned if counts is None else WARM.pinned)
+    # A graph of a card cannot wait for a disk: with a card every expert has to be in host memory.
+    held = shape.with_least if machine.card is None else shape.with_all
+    advice = []
+    if held(settings, limits).missing or host.layout.partial:
+        advice = host_advice(shape, settings, limits, whole=machine.card is not None or not host.fit.missing)
     device = None
     card = machine.card
     if card is not None:
@@ -118,14 +125,13 @@ def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = No
         notes += [note] if note else []
         device = shape.device(settings, vram, card.ring_slots)
         advice += device_advice(shape, settings, vram, card.ring_slots)
-    expected = _hits(shape, device, _find_counts(shape))
+    expected = _hits(shape, host, device, counts)
     position = min(PROMPT, settings.limits.context, shape.program.context)
-    fits = not host.missing and not (device and device.missing)
     kv, state = kv_and_state(shape.program, settings)
 
-    def both_fit(changed: Settings) -> bool:
-        fits = not shape.host(changed, limits).missing
-        return fits and (device is None or not shape.device(changed, device.limit, device.ring_slots).missing)
+    def fits(changed: Settings) -> bool:
+        on_host = not held(changed, limits).missing
+        return on_host and (device is None or not shape.device(changed, device.limit, device.ring_slots).missing)
 
     return Forecast(
         model=model_name(shape.model),
@@ -139,12 +145,12 @@ def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = No
             settings.limits.sequences,
             kv,
             state,
-            largest_context(settings, shape.program.context, both_fit),
+            largest_context(settings, shape.program.context, fits),
         ),
         host=host,
         device=device,
         hits=expected,
-        speeds=_speeds(shape.work, machine, device, expected, position) if fits else None,
+        speeds=_speeds(shape.work, machine, host, device, expected, position) if fits(settings) else None,
         advice=tuple(advice),
         notes=tuple(notes),
     )
@@ -163,21 +169,24 @@ def _find_counts(shape: Shape) -> RoutingCounts | None:
     return counts if counts.decode_rows >= ENOUGH_ROWS else None
 
 
-def _hits(shape: Shape, device: DeviceBudget | None, counts: RoutingCounts | None) -> Hits:
-    """Hits in the tier that matters most: the card's, or, without one, the host's, where everything is."""
+def _hits(shape: Shape, host: HostBudget, device: DeviceBudget | None, counts: RoutingCounts | None) -> Hits:
+    """Hits in the card's slots, or, without a card, in the host's, all of which are taken for hot."""
     experts = [stack.experts for stack in shape.work.stacks]
-    hot = experts if device is None else list(device.hot)
+    hot = host.ordinary if device is None else list(device.hot)
     ring = 0 if device is None else device.ring_slots
     if counts is None:
         return hits.prior(hot, experts, ring)
     return hits.counted(counts.decode.tolist(), counts.decode_rows, hot, experts, ring)
 
 
-def _speeds(work: Work, machine: Machine, device: DeviceBudget | None, expected: Hits, position: int) -> Speeds:
+def _speeds(
+    work: Work, machine: Machine, host: HostBudget, device: DeviceBudget | None, expected: Hits, position: int
+) -> Speeds:
     rows = min(STEP_ROWS, position)
     if device is None or machine.card is None:
-        decode = roofline.cpu_decode(work, machine.processor, machine.disk, position, 1.0)
-        prefill = roofline.cpu_prefill(work, machine.processor, machine.disk, position // 2, rows, 1.0)
+        processor, disk = machine.processor, machine.disk
+        decode = roofline.cpu_decode(work, processor, disk, position, expected.hot)
+        prefill = roofline.cpu_prefill(work, processor, disk, position // 2, rows, min(host.residency, 1.0))
         return Speeds(decode, decode, prefill)
     gpu, link = machine.card.gpu, machine.card.link
     return Speeds(

@@ -13,8 +13,8 @@ from sparkd.graph.state import StateLayout
 from sparkd.planning.work import Work, work_of
 from sparkd.residency.budget import Fit, Limit, tightest
 from sparkd.residency.device_budget import DeviceBudget, DeviceNeeds, Stack, divide
-from sparkd.store.layout import ArenaLayout
-from sparkd.store.plan import host_needs, kv_and_state, open_model
+from sparkd.store.layout import ArenaLayout, Slab
+from sparkd.store.plan import fit_layout, host_needs, kv_and_state, open_model
 from sparkd.store.planned import STEP_ROWS
 
 #: Bytes of a CUDA context with our kernels. Stated, not measured.
@@ -24,26 +24,91 @@ RESERVE_SLOTS = 2 * 8
 
 
 @dataclass(frozen=True, slots=True)
+class HostBudget:
+    """Host memory as the daemon would divide it: the arena's layout, and its needs against the limit.
+
+    Where not all records fit, the calibrator has the share `pinned` of the ordinary slots hold a hot set; the others
+    are a ring.
+    """
+
+    layout: ArenaLayout
+    fit: Fit
+    pinned: float = 1.0
+
+    @property
+    def ordinary(self) -> list[int]:
+        """Slots for hot set and ring of each expert layer, its part of those of its slab."""
+        slabs = self.layout.slabs
+        return [
+            min(slabs[layer.slab].size.ordinary * layer.experts // slabs[layer.slab].records, layer.experts)
+            for layer in self.layout.layers
+        ]
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of slots for the hot set: of all of them where nothing is ever evicted."""
+        return sum(slab.record_bytes * self._hot(slab) for slab in self.layout.slabs)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring's slots, without spare ones."""
+        return sum(
+            slab.record_bytes * (slab.size.ordinary - self._hot(slab) - slab.size.spare) for slab in self.layout.slabs
+        )
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of ordinary slots that are kept free."""
+        return sum(slab.record_bytes * slab.size.spare for slab in self.layout.slabs)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes of slots for leases alone."""
+        return sum(slab.record_bytes * slab.size.reserve for slab in self.layout.slabs)
+
+    def _hot(self, slab: Slab) -> int:
+        size = slab.size
+        return size.ordinary if slab.full else min(size.hot(1.0 - self.pinned), size.ordinary - size.spare)
+
+    @property
+    def residency(self) -> float:
+        """Ordinary slots per record; 1 for a model without experts."""
+        records = sum(slab.records for slab in self.layout.slabs)
+        return sum(slab.size.ordinary for slab in self.layout.slabs) / records if records else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
-    """A model file, its program, where its weights lie in an arena, and what its steps do."""
+    """A model file, its program, its arena with all records and with the fewest, and what its steps do."""
 
     model: ModelFile
     program: Program
-    layout: ArenaLayout
+    whole: ArenaLayout
+    least: ArenaLayout
     work: Work
 
     @staticmethod
     def open(settings: Settings) -> Shape:
         """From the headers of the model that `settings` name; the errors of `open_model`."""
         model, program = open_model(settings)
-        layout = ArenaLayout.of(program, model)
-        stacks = tuple(Stack(layer.experts, layout.slabs[layer.slab].record_bytes) for layer in layout.layers)
+        whole = ArenaLayout.of(program, model)
+        stacks = tuple(Stack(layer.experts, whole.slabs[layer.slab].record_bytes) for layer in whole.layers)
         state = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
-        return Shape(model, program, layout, work_of(program, model, stacks, state))
+        least = ArenaLayout.within(program, model, 0)
+        return Shape(model, program, whole, least, work_of(program, model, stacks, state))
 
-    def host(self, settings: Settings, limits: Sequence[Limit]) -> Fit:
-        """Host memory against the limit that leaves least, as the daemon's plan has it."""
-        return tightest(host_needs(self.program, self.layout, settings), limits)
+    def host(self, settings: Settings, limits: Sequence[Limit], pinned: float) -> HostBudget:
+        """Host memory divided as the daemon's plan does it: all records, or as many as fit."""
+        layout = fit_layout(self.program, self.model, settings, limits)
+        return HostBudget(layout, tightest(host_needs(self.program, layout, settings), limits), pinned)
+
+    def with_all(self, settings: Settings, limits: Sequence[Limit]) -> Fit:
+        """All records in host memory, against the limit that leaves least."""
+        return tightest(host_needs(self.program, self.whole, settings), limits)
+
+    def with_least(self, settings: Settings, limits: Sequence[Limit]) -> Fit:
+        """The fewest records that can be served with, against the limit that leaves least."""
+        return tightest(host_needs(self.program, self.least, settings), limits)
 
     def device(self, settings: Settings, limit: int, ring_slots: int) -> DeviceBudget:
         """`limit` bytes of a card's memory divided, with up to `ring_slots` of a ring in each layer."""
@@ -52,7 +117,7 @@ class Shape:
         table = 8 * sum(stack.experts for stack in self.work.stacks)
         needs = DeviceNeeds(
             context=CARD_CONTEXT,
-            core=self.layout.core_bytes,
+            core=self.whole.core_bytes,
             kv=kv,
             state=state,
             workspace=self.work.workspace(STEP_ROWS) + table,

@@ -15,21 +15,28 @@ sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from sparse_models import make_one_of_twenty  # noqa: E402
 
 
-def _planned(path: Path, *words: str) -> dict:
-    command = [sys.executable, "-m", "sparkctl", "plan", str(path), "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"SPARKD_KV_TYPE": "f32"})
+def _planned(path: Path, host_gib: float) -> dict:
+    command = [sys.executable, "-m", "sparkctl", "plan", str(path), "--json", "--context", "300", "--sequences", "3"]
+    environment = {"SPARKD_KV_TYPE": "f32", "SPARKD_MEMORY_HOST_GIB": repr(host_gib)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["hybrid-draft-fused", "windows-mixed", "hybrid-parts"])
-def test_a_daemon_takes_what_was_planned_to_the_byte(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "host_gib", "partial"),
+    [("hybrid-draft-fused", 0.0, False), ("hybrid-parts", 0.0, False), ("hybrid-many", 0.011, True)],
+)
+def test_a_daemon_takes_what_was_planned_to_the_byte(name, host_gib, partial, tmp_path):
     path = make_one_of_twenty(name, tmp_path)
-    told = _planned(path, "--context", "300", "--sequences", "3")
-    with daemon(path, tmp_path / "run", limits={"context": 300, "sequences": 3}) as one:
+    told = _planned(path, host_gib)
+    assert told["host"]["partial"] == partial
+    limits = {"context": 300, "sequences": 3}
+    with daemon(path, tmp_path / "run", limits=limits, memory={"host_gib": host_gib}) as one:
         memory = one.status()["memory"]
         assert one.status()["model"]["context"] == told["context"]["positions"] == 300
     assert memory["core_bytes"] == told["host"]["core"]
-    assert memory["records_bytes"] == told["host"]["hot"]
+    slots = ("hot", "ring", "spare", "reserve")
+    assert memory["records_bytes"] == sum(told["host"][kind] for kind in slots)
     assert memory["state_bytes"] == told["context"]["kv"] + told["context"]["state"]
     assert memory["need_bytes"] == told["host"]["need_total_bytes"]
 

@@ -83,13 +83,25 @@ def test_any_part_of_a_set_and_its_folder_give_the_same_plan(models, capsys):
 
 
 def test_what_does_not_fit_ends_with_status_1_and_tells_what_would(models, capsys):
-    code, told = planned(capsys, models["laguna"], "--host", 10)
+    code, told = planned(capsys, models["laguna"], "--host", 1)
     assert code == 1 and not told["fits"] and told["decode"] is None
-    assert told["host"]["missing_bytes"] == told["host"]["need_bytes"] - 10 * (1 << 30)
-    assert "needs 18.88 GiB of weights, --host allows 10.00 GiB: 8.88 GiB are missing" in told["advice"][0]
-    assert main(["plan", str(models["laguna"]), "--host", "10"]) == 1
+    missing = told["host"]["need_bytes"] - (1 << 30)
+    assert told["host"]["missing_bytes"] == missing > 0
+    assert f"GiB of weights at least, --host allows 1.00 GiB: {missing / (1 << 30):.2f} GiB are" in told["advice"][0]
+    assert main(["plan", str(models["laguna"]), "--host", "10", "--gpu", "h200"]) == 1
     out, err = capsys.readouterr()
-    assert "8.88 GiB are missing" in out and err == ""
+    assert "needs 18.88 GiB of weights with all experts, --host allows 10.00 GiB: 8.88 GiB are missing" in out
+    assert err == ""
+
+
+def test_a_model_larger_than_host_memory_fits_in_part_and_says_what_all_of_it_would_take(models, capsys):
+    code, told = planned(capsys, models["laguna"], "--host", 10)
+    host = told["host"]
+    assert code == 0 and host["partial"] and 0.4 < host["residency"] < 0.5
+    slots = sum(host[kind] for kind in ("hot", "ring", "spare", "reserve"))
+    assert host["core"] + slots + host["directory"] == host["need_bytes"] <= 10 * (1 << 30)
+    assert "experts from disk" in {term["name"] for term in told["decode"]["serial"]}
+    assert "needs 18.88 GiB of weights with all experts, --host allows 10.00 GiB" in told["advice"][0]
 
 
 def test_a_card_with_too_little_memory_tells_the_largest_context_that_fits(models, capsys):
