@@ -256,11 +256,11 @@ def _show_speed(out: Console, title: str, speed: Speed) -> None:
     for term in speed.serial:
         terms.add_row(term.name, *_cells(term))
     for term in speed.overlapping:
-        mark = "" if len(speed.overlapping) == 1 else "∥ "
+        mark = "" if len(speed.overlapping) == 1 else "|| "
         terms.add_row(mark + term.name, *_cells(term))
     out.print(terms)
     if len(speed.overlapping) > 1:
-        out.print("∥ at the same time: the slowest of these counts")
+        out.print("|| at the same time: the slowest of these counts")
     out.print(f"{speed.seconds * 1e3:.2f} ms in all; bytes alone would allow {speed.bytes_only:.1f} tokens/s\n")
 
 
