@@ -3,11 +3,11 @@
     python bench/cpu.py MODEL.gguf ... [--peer PYTHON] [--threads 1 2] [--prefill 512] [--decode 64] [--rounds 3]
     python bench/cpu.py --types [--isa ISA ...]
 
-For each model: prompts and decode steps of sparkd and, where `--peer` names an interpreter that has llama-cpp-python,
-of llama.cpp in both its modes (weights as in the file; repacked), in turn, round by round, so that a machine whose
-speed drifts treats all alike. Figures are medians of the rounds; on the clock, and per second of processor time, which
-a busy machine disturbs less. `--types`: products of one activation row with weights of every type out of cache.
-Every table begins with what a plain read reaches.
+For each model: prompts and decode steps of sparkd and, where `--peer` names an interpreter that has llama-cpp-python
+(the extra `bench`), of llama.cpp in both its modes (weights as in the file; repacked), in turn, round by round, so that
+a machine whose speed drifts treats all alike. Figures are medians of the rounds; on the clock, and per second of
+processor time, which a busy machine disturbs less. `--types`: products of one activation row with weights of every type
+out of cache. Every table begins with what a plain read reaches.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def _negative(x: float) -> bool:
 
 
 def add(a: float, b: float) -> float:
-    if not _finite(a, b):
-        return a + b
+    if not _finite(a, b) or 0 in (a, b):
+        return a + b  # exact
     return f32(Fraction(a) + Fraction(b), negative_zero=_negative(a) and _negative(b))
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import exact_arithmetic as exact
+import exact_operations as operations
 import exact_weights
 
 DOC = Path(__file__).parent.parent / "docs" / "arithmetic.md"
@@ -164,6 +165,71 @@ def attention_lines() -> dict[str, list[str]]:
     return {"page (positions, seed)": page_lines, "merge (m1 l1 o1[2] m2 l2 o2[2])": merge_lines}
 
 
+def rows_of(seed: int, count: int, n: int, factor: float = 1.0) -> list[list[float]]:
+    """noise(seed), noise(seed + 1), ..., each n elements times `factor`."""
+    return [[exact.mul(x, factor) for x in noise(seed + t, n)] for t in range(count)]
+
+
+#: channels, taps, rows, seed.
+CONVOLUTIONS = ((3, 4, 1, 1), (3, 4, 3, 1), (3, 4, 7, 2), (2, 2, 5, 3))
+#: head_dim, rows, seed.
+DELTAS = ((4, 1, 10), (4, 5, 20), (32, 3, 30))
+#: function, experts, top_k, scale, whether there is a bias, seed.
+ROUTES = (
+    ("softmax", 8, 2, 1.0, False, 40),
+    ("softmax", 64, 8, 1.0, False, 41),
+    ("softmax", 40, 12, 2.5, False, 42),
+    ("sigmoid", 8, 2, 1.0, False, 43),
+    ("sigmoid", 64, 8, 2.5, True, 44),
+    ("sigmoid", 40, 10, 1.0, True, 45),
+)
+#: positions, window, head_dim, seed.
+ATTENTIONS = ((1, 0, 4, 50), (64, 0, 4, 51), (130, 0, 32, 52), (130, 70, 4, 53), (1090, 0, 4, 54), (1090, 100, 4, 55))
+EPS = exact.from_bits(0x358637BD)  # 1e-6
+
+
+def router_logits(seed: int, n: int) -> list[float]:
+    """Multiples of 1/8, so that some are equal."""
+    return [exact.round_even(exact.mul(x, 32.0)) / 8 for x in noise(seed, n)]
+
+
+def operation_lines() -> dict[str, list[str]]:
+    def words(values: Iterable[float]) -> str:
+        return " ".join(map(f, values))
+
+    convolutions, deltas, routes, attentions = [], [], [], []
+    for channels, taps, rows, seed in CONVOLUTIONS:
+        out = operations.causal_conv(rows_of(seed, rows, channels), rows_of(seed + 1000, channels, taps))
+        convolutions.append(f"{channels} {taps} {rows} {seed} -> {words(out)}")
+    for n, rows, seed in DELTAS:
+        a, dt_bias = [exact.sub(x, 1.0) for x in noise(seed + 2000, 2)], noise(seed + 2001, 2)
+        states = [[[0.0] * n for _ in range(n)] for _ in range(2)]
+        for row, gates in zip(rows_of(seed, rows, 4 * n), rows_of(seed + 1000, rows, 4, 4.0), strict=True):
+            heads = [
+                operations.gated_delta(
+                    states[h], row[:n], row[n : 2 * n], row[(2 + h) * n : (3 + h) * n],
+                    gates[h], gates[2 + h], a[h], dt_bias[h], EPS,
+                )
+                for h in range(2)
+            ]  # fmt: skip
+        deltas.append(f"{n} {rows} {seed} -> {words([*heads[0][:2], *heads[1][:2]])}")
+    for name, experts, top_k, scale, biased, seed in ROUTES:
+        bias = noise(seed + 1000, experts) if biased else None
+        chosen = operations.route(router_logits(seed, experts), bias, name == "sigmoid", top_k, scale)
+        pairs = " ".join(f"{i}:{f(weight)}" for i, weight in chosen)
+        routes.append(f"{name} {experts} {top_k} {f(scale)} {'bias' if biased else '-'} {seed} -> {pairs}")
+    for positions, window, n, seed in ATTENTIONS:
+        keys, values = rows_of(seed + 1000, positions, n, 4.0), rows_of(seed + 3000, positions, n)
+        out = operations.attention([exact.mul(x, 4.0) for x in noise(seed, n)], keys, values, window, 0.5)
+        attentions.append(f"{positions} {window} {n} {seed} -> {words(out[:4])}")
+    return {
+        "causal_conv (channels, taps, rows, seed)": convolutions,
+        "gated_delta (head_dim, rows, seed)": deltas,
+        "route (function, experts, top_k, scale, bias, seed -> ids and weights)": routes,
+        "attention (positions, window, head_dim, seed)": attentions,
+    }
+
+
 def rope_lines() -> dict[str, list[str]]:
     cases = ((0, 1.0, 1.0), (1, 1.0, 1.0), (11, 1.0, 1.3465735902799727), (355, 1.0, 1.0), (262143, 0.6042963902, 1.0))
     cases += ((1, 1.5707963267948966, 1.0), (4194303, 1.0, 1.0), (4194304, 0.9999, 1.3465735902799727), (7, 1e-9, 1.0))
@@ -242,6 +308,7 @@ def section() -> str:
         "float_product (type, columns, seed)": float_product_lines(),
         **attention_lines(),
         **rope_lines(),
+        **operation_lines(),
         "philox (key, counter low, counter high)": philox_lines(),
         "sample (vocabulary, seed of logits, temperature, top_k, top_p, seed -> indices 0 to 5)": sample_lines(),
         "options (vocabulary, seed of logits, temperature, top_k, min_p, repetition, presence, frequency, biases, "

@@ -30,7 +30,7 @@ class FileWeights:
 
     def __init__(self, model: ModelFile, program: Program) -> None:
         self._model = model
-        self._files = [np.fromfile(shard.path, np.uint8) for shard in model.shards]
+        self._files = [np.memmap(shard.path, np.uint8, mode="r") for shard in model.shards]
         self._program = program
         #: Of each expert layer uint8 [experts, bytes of a record].
         self.arrays: list[NDArray[np.uint8]] = []
