@@ -1,6 +1,7 @@
 #include "cpu/fast_products.h"
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
 #include "cpu/float_products.h"
@@ -16,9 +17,8 @@ namespace {
 
 using row_products::QuantisedRow;
 
-// Activation rows from which on unpacking a tile of weight rows pays.
-constexpr int64_t kTileRows = 4;
-constexpr int64_t kTile = 16;
+// Rows of types with code books that are unpacked at a time.
+constexpr int kCodedRows = 4;
 
 QuantisedRow quantised(const Activations& x, int64_t row) {
     const int64_t first = row * x.columns;
@@ -26,64 +26,85 @@ QuantisedRow quantised(const Activations& x, int64_t row) {
             x.sums32.data() + first / 32};
 }
 
-#if SPARK_VECTORS == 512
+// The memory of a kernel, aligned, in what multiply_fast was given.
+template <class M>
+M& in_place(void* memory) {
+    return *reinterpret_cast<M*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
+}
+
 template <class T>
 void tiles(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
            void* memory) {
-    for (int64_t first = begin; first < end; first += kTile) {
-        const int rows = static_cast<int>(std::min(kTile, end - first));
-        tile_products::unpack<T>(w.row(first), w.row_bytes(), rows, w.columns, memory);
-        for (int64_t i = 0; i < count; i += 8) {
-            const int n = static_cast<int>(std::min<int64_t>(8, count - i));
-            QuantisedRow part[8];
-            float* out[8];
-            for (int m = 0; m < n; ++m) {
-                part[m] = quantised(x, targets[i + m].row);
-                out[m] = targets[i + m].out + first;
-            }
-            tile_products::products<T>(memory, rows, w.columns, part, n, out);
+    using namespace tile_products;
+    Memory& own = in_place<Memory>(memory);
+    for (int64_t first = begin; first < end; first += kRows) {
+        const int rows = static_cast<int>(std::min<int64_t>(kRows, end - first));
+        for (int64_t i = 0; i < count; i += kPass) {
+            const int n = static_cast<int>(std::min<int64_t>(kPass, count - i));
+            QuantisedRow part[kPass];
+            for (int m = 0; m < n; ++m) part[m] = quantised(x, targets[i + m].row);
+            Tile<T> tile(w.row(first), w.row_bytes(), rows, w.columns, part, n, own);
+            const auto* sums = reinterpret_cast<const float*>(tile.products());
+            for (int m = 0; m < n; ++m)
+                std::memcpy(targets[i + m].out + first, sums + m * kRows, static_cast<size_t>(rows) * sizeof(float));
         }
     }
 }
-#endif
 
 template <class T>
 void integers(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
-              [[maybe_unused]] void* memory) {
-#if SPARK_VECTORS == 512
-    if (count >= kTileRows) return tiles<T>(w, begin, end, x, targets, count, memory);
-#endif
+              void* memory) {
+    if (count >= tile_products::kWorthUnpacking) return tiles<T>(w, begin, end, x, targets, count, memory);
     for (int64_t i = 0; i < count; ++i)
         row_products::products<T>(w.row(begin), w.row_bytes(), end - begin, w.columns, quantised(x, targets[i].row),
                                   targets[i].out + begin);
 }
 
+// `rows` <= kRows weight rows from `w`, which are those from `first` on of the weight.
+template <class T>
+void float_tiles(const uint8_t* w, int64_t row_bytes, int rows, int64_t first, const Activations& x,
+                 const Target* targets, int64_t count, float_products::TileMemory& memory) {
+    using namespace float_products;
+    for (int64_t i = 0; i < count; i += kGroup) {
+        const int n = static_cast<int>(std::min<int64_t>(kGroup, count - i));
+        const float* row[kGroup];
+        float* out[kGroup];
+        for (int m = 0; m < n; ++m) {
+            row[m] = x.floats + targets[i + m].row * x.columns;
+            out[m] = targets[i + m].out + first;
+        }
+        constexpr decltype(&tile<T, 1>) tiles[kGroup] = {tile<T, 1>, tile<T, 2>, tile<T, 3>, tile<T, 4>};
+        tiles[n - 1](w, row_bytes, rows, x.columns, row, out, memory);
+    }
+}
+
 template <class T>
 void floats(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
-            void*) {
-    for (int64_t i = 0; i < count; ++i)
-        float_products::products<T>(w.row(begin), w.row_bytes(), end - begin, w.columns,
-                                    x.floats + targets[i].row * x.columns, targets[i].out + begin);
+            void* memory) {
+    using namespace float_products;
+    if (count == 1)
+        return products<T>(w.row(begin), w.row_bytes(), end - begin, w.columns, x.floats + targets->row * x.columns,
+                           targets->out + begin);
+    for (int64_t first = begin; first < end; first += kRows)
+        float_tiles<T>(w.row(first), w.row_bytes(), static_cast<int>(std::min<int64_t>(kRows, end - first)), first, x,
+                       targets, count, in_place<TileMemory>(memory));
 }
 
 // Types with blocks: rows are unpacked once where that serves several activation rows.
 template <class T>
 void coded(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
            void* memory) {
+    using namespace float_products;
     if (count == 1)
-        return float_products::coded_products<T>(w.row(begin), w.row_bytes(), end - begin, w.columns,
-                                                 x.floats + targets->row * x.columns, targets->out + begin);
-    const int64_t row_bytes = w.columns * static_cast<int64_t>(sizeof(float));
-    auto* unpacked = static_cast<uint8_t*>(memory);
-    for (int64_t first = begin; first < end; first += 2) {
-        const int64_t rows = std::min<int64_t>(2, end - first);
-        for (int64_t r = 0; r < rows; ++r)
-            float_products::dequantise<T>(w.row(first + r), w.columns,
-                                          reinterpret_cast<float*>(unpacked + r * row_bytes));
-        for (int64_t i = 0; i < count; ++i)
-            float_products::products<float_products::Single>(unpacked, row_bytes, rows, w.columns,
-                                                             x.floats + targets[i].row * x.columns,
-                                                             targets[i].out + first);
+        return coded_products<T>(w.row(begin), w.row_bytes(), end - begin, w.columns,
+                                 x.floats + targets->row * x.columns, targets->out + begin);
+    TileMemory& own = in_place<TileMemory>(memory);
+    auto* unpacked = reinterpret_cast<float*>(&own + 1);
+    for (int64_t first = begin; first < end; first += kCodedRows) {
+        const int rows = static_cast<int>(std::min<int64_t>(kCodedRows, end - first));
+        for (int r = 0; r < rows; ++r) dequantise<T>(w.row(first + r), w.columns, unpacked + r * w.columns);
+        float_tiles<Single>(reinterpret_cast<const uint8_t*>(unpacked), w.columns * int64_t{sizeof(float)}, rows, first,
+                            x, targets, count, own);
     }
 }
 
@@ -122,12 +143,9 @@ Kernel find_kernel(int type) {
 const char* products_path(int type) { return find_kernel(type) != nullptr ? vectors::kPath : "scalar"; }
 
 int64_t fast_product_bytes(int columns) {
-    const int64_t two_rows = 2 * static_cast<int64_t>(sizeof(float)) * columns;
-#if SPARK_VECTORS == 512
-    return std::max<int64_t>(two_rows, tile_products::Tile::bytes(columns) + 64);
-#else
-    return two_rows;
-#endif
+    const int64_t unpacked = kCodedRows * static_cast<int64_t>(sizeof(float)) * columns;
+    const auto floats = static_cast<int64_t>(sizeof(float_products::TileMemory)) + unpacked;
+    return std::max<int64_t>(sizeof(tile_products::Memory), floats) + 64;
 }
 
 bool multiply_fast(const Weight& weight, int64_t begin, int64_t end, const Activations& x, const Target* targets,

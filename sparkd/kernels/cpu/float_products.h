@@ -1,7 +1,7 @@
-// Weight rows of the float class times one activation row: dot32 (docs/arithmetic.md) in registers.
+// Weight rows of the float class times activation rows: dot32 (docs/arithmetic.md) in registers.
 #pragma once
 
-#include "cpu/layouts.h"
+#include "cpu/row_products.h"
 
 #if SPARK_VECTORS
 
@@ -135,6 +135,66 @@ void products(const uint8_t* w, int64_t row_bytes, int64_t rows, int columns, co
     int64_t row = 0;
     for (; row + 2 <= rows; row += 2) dots<T, 2>(w + row * row_bytes, row_bytes, columns, x, out + row);
     if (row < rows) dots<T, 1>(w + row * row_bytes, row_bytes, columns, x, out + row);
+}
+
+// --- tiles: sixteen weight rows times kGroup activation rows, for prompts
+
+constexpr int kRows = 16, kGroup = 4;
+constexpr int kPiece = 512;  // columns at a time, so that those of the activations stay in the nearest cache
+
+// [weight row][activation row][partial] of a tile.
+struct TileMemory {
+    alignas(64) float partial[kRows][kGroup][32];
+};
+
+// Adds `columns`, a multiple of 32, of W weight rows and M activation rows to their partials: eight of the 32 at a time,
+// since all do not fit into registers.
+template <class T, int W, int M>
+inline void add_columns(const uint8_t* w, int64_t row_bytes, int columns, const float* const* x, int first,
+                        float (*partial)[kGroup][32]) {
+    for (int k = 0; k < 32; k += 8) {
+        __m256 sums[W][M];
+        for (int r = 0; r < W; ++r)
+            for (int m = 0; m < M; ++m) sums[r][m] = _mm256_load_ps(partial[r][m] + k);
+        for (int i = first + k; i < first + columns; i += 32) {
+            __m256 weights[W];
+#pragma GCC unroll 2
+            for (int r = 0; r < W; ++r) weights[r] = T::eight(w + r * row_bytes + static_cast<int64_t>(i) * T::kBytes);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) {
+                const __m256 activations = _mm256_loadu_ps(x[m] + i);
+#pragma GCC unroll 2
+                for (int r = 0; r < W; ++r) sums[r][m] = _mm256_fmadd_ps(activations, weights[r], sums[r][m]);
+            }
+        }
+        for (int r = 0; r < W; ++r)
+            for (int m = 0; m < M; ++m) _mm256_store_ps(partial[r][m] + k, sums[r][m]);
+    }
+}
+
+// out[m][o] = weight row o · x[m] for `rows` <= kRows weight rows and M activation rows.
+template <class T, int M>
+inline void tile(const uint8_t* w, int64_t row_bytes, int rows, int columns, const float* const* x, float* const* out,
+                 TileMemory& memory) {
+    const int whole = columns / 32 * 32;
+    std::memset(memory.partial, 0, static_cast<size_t>(rows) * sizeof memory.partial[0]);
+    for (int first = 0; first < whole; first += kPiece) {
+        const int n = std::min(kPiece, whole - first);
+        int row = 0;
+        for (; row + 2 <= rows; row += 2)
+            add_columns<T, 2, M>(w + row * row_bytes, row_bytes, n, x, first, memory.partial + row);
+        if (row < rows) add_columns<T, 1, M>(w + row * row_bytes, row_bytes, n, x, first, memory.partial + row);
+    }
+    for (int row = 0; row < rows; ++row)
+        for (int m = 0; m < M; ++m) {
+            float* lanes = memory.partial[row][m];
+            for (int i = whole; i < columns; ++i)
+                lanes[i - whole] = fma(x[m][i], T::one(w + row * row_bytes + static_cast<int64_t>(i) * T::kBytes),
+                                       lanes[i - whole]);
+            const __m256 low = _mm256_add_ps(_mm256_load_ps(lanes), _mm256_load_ps(lanes + 16));
+            const __m256 high = _mm256_add_ps(_mm256_load_ps(lanes + 8), _mm256_load_ps(lanes + 24));
+            out[m][row] = _mm256_cvtss_f32(row_products::tree<8>(_mm256_add_ps(low, high)));
+        }
 }
 
 }  // namespace spark::float_products

@@ -1,6 +1,7 @@
 // Packed blocks of the integer classes in registers: the layouts of docs/arithmetic.md, "Weight formats".
 //
-// A type's values come as unsigned numbers that are `kBias` too large (kSigned: as they are), in order of elements.
+// A type's values come as unsigned numbers that are `kBias` too large (kSigned: as they are), in order of elements; `kMost` is
+// the largest magnitude.
 #pragma once
 
 #include <algorithm>
@@ -26,14 +27,24 @@ inline T load_as(const void* p) {
     return value;
 }
 
-// The float16 at `offset` of `count` <= 8 blocks; 0 in the lanes after them.
-inline __m256 halves(const uint8_t* blocks, int bytes, int offset, int count) {
-    alignas(16) uint16_t words[8] = {};
-    for (int i = 0; i < count; ++i) words[i] = load_as<uint16_t>(blocks + i * bytes + offset);
-    return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(words)));
+// The float16 at `offset` of block(0) to block(count - 1), count <= 8; 0 in the lanes after them.
+template <class Block>
+inline __m256 halves(const Block& block, int offset, int count) {
+    const auto at = [&](int i) { return static_cast<short>(i < count ? load_as<uint16_t>(block(i) + offset) : 0); };
+    return _mm256_cvtph_ps(_mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
 }
 
 // --- blocks of 256: chunk<C> has elements 64 C .. 64 C + 63
+//
+// Of types whose fields of bits begin at `kFields`, `kRegions` regions of 32 bytes, an element depends on the bytes at
+// its own place (mod 32) alone; a tile therefore turns those before they are taken apart.
+
+// Where a block of one row lies.
+struct Packed {
+    const uint8_t* bytes;
+    Bytes load64(int offset) const { return vectors::load64(bytes + offset); }
+    Bytes twice32(int offset) const { return vectors::twice32(bytes + offset); }
+};
 
 // Eight 6-bit scales and minima in 12 bytes, as bytes.
 struct SixBits {
@@ -57,24 +68,27 @@ struct Offsets {  // d and -o as float16 at the start of the block, 6-bit scales
 };
 
 struct Q4K : Offsets {
-    static constexpr int kType = Q4_K, kBytes = 144;
-    template <int C>
-    static Bytes chunk(const uint8_t* b) {
-        return masked(turned<0, 4>(twice32(b + 16 + 32 * C)), 0x0f);
+    static constexpr int kFields = 16, kRegions = 4;
+    static constexpr int kType = Q4_K, kBytes = 144, kMost = 15;
+    template <int C, class Block>
+    static Bytes chunk(const Block& b) {
+        return masked(turned<0, 4>(b.twice32(16 + 32 * C)), 0x0f);
     }
 };
 
 struct Q5K : Offsets {
-    static constexpr int kType = Q5_K, kBytes = 176;
-    template <int C>
-    static Bytes chunk(const uint8_t* b) {
-        const Bytes low = masked(turned<0, 4>(twice32(b + 48 + 32 * C)), 0x0f);
-        return both(low, masked(turned<2 * C - 4, 2 * C + 1 - 4>(twice32(b + 16)), 0x10));
+    static constexpr int kFields = 16, kRegions = 5;
+    static constexpr int kType = Q5_K, kBytes = 176, kMost = 31;
+    template <int C, class Block>
+    static Bytes chunk(const Block& b) {
+        const Bytes low = masked(turned<0, 4>(b.twice32(48 + 32 * C)), 0x0f);
+        return both(low, masked(turned<2 * C - 4, 2 * C + 1 - 4>(b.twice32(16)), 0x10));
     }
 };
 
 struct Q2K {
-    static constexpr int kType = Q2_K, kBytes = 84, kBias = 0, kSub = 16, kD = 80, kO = 82;
+    static constexpr int kFields = 16, kRegions = 2;
+    static constexpr int kType = Q2_K, kBytes = 84, kBias = 0, kSub = 16, kD = 80, kO = 82, kMost = 3;
     static constexpr bool kOffset = true, kSigned = false;
     static Scales16 spread_scales(const uint8_t* b) { return Scales16(scales(b)); }
     static __m256i scales(const uint8_t* b) {
@@ -83,14 +97,15 @@ struct Q2K {
     static __m256i minima(const uint8_t* b) {
         return _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(load_128(b), 4), _mm_set1_epi8(15)));
     }
-    template <int C>
-    static Bytes chunk(const uint8_t* b) {
-        return masked(turned<4 * (C % 2), 4 * (C % 2) + 2>(twice32(b + 16 + 32 * (C / 2))), 0x03);
+    template <int C, class Block>
+    static Bytes chunk(const Block& b) {
+        return masked(turned<4 * (C % 2), 4 * (C % 2) + 2>(b.twice32(16 + 32 * (C / 2))), 0x03);
     }
 };
 
 struct Q3K {
-    static constexpr int kType = Q3_K, kBytes = 110, kBias = 4, kSub = 16, kD = 108;
+    static constexpr int kFields = 0, kRegions = 3;
+    static constexpr int kType = Q3_K, kBytes = 110, kBias = 4, kSub = 16, kD = 108, kMost = 7;
     static constexpr bool kOffset = false, kSigned = false;
     static Scales16 spread_scales(const uint8_t* b) { return Scales16(scales(b)); }
     static __m256i scales(const uint8_t* b) {
@@ -103,23 +118,24 @@ struct Q3K {
                                            static_cast<int64_t>((low & four) | high_0_7));
         return _mm256_sub_epi16(_mm256_cvtepu8_epi16(six), _mm256_set1_epi16(32));
     }
-    template <int C>
-    static Bytes chunk(const uint8_t* b) {
-        const Bytes low = masked(turned<4 * (C % 2), 4 * (C % 2) + 2>(twice32(b + 32 + 32 * (C / 2))), 0x03);
-        return both(low, masked(turned<2 * C - 2, 2 * C + 1 - 2>(twice32(b)), 0x04));
+    template <int C, class Block>
+    static Bytes chunk(const Block& b) {
+        const Bytes low = masked(turned<4 * (C % 2), 4 * (C % 2) + 2>(b.twice32(32 + 32 * (C / 2))), 0x03);
+        return both(low, masked(turned<2 * C - 2, 2 * C + 1 - 2>(b.twice32(0)), 0x04));
     }
 };
 
 struct Q6K {
-    static constexpr int kType = Q6_K, kBytes = 210, kBias = 32, kSub = 16, kD = 208;
+    static constexpr int kFields = 0, kRegions = 6;
+    static constexpr int kType = Q6_K, kBytes = 210, kBias = 32, kSub = 16, kD = 208, kMost = 63;
     static constexpr bool kOffset = false, kSigned = false;
     static Scales16 spread_scales(const uint8_t* b) { return Scales16(scales(b)); }
     static __m256i scales(const uint8_t* b) { return _mm256_cvtepi8_epi16(load_128(b + 192)); }
-    template <int C>
-    static Bytes chunk(const uint8_t* b) {
+    template <int C, class Block>
+    static Bytes chunk(const Block& b) {
         constexpr int half = C / 2, odd = C % 2;
-        const Bytes low = masked(turned<4 * odd, 4 * odd>(load64(b + 64 * half)), 0x0f);
-        return both(low, masked(turned<4 * odd - 4, 4 * odd - 2>(twice32(b + 128 + 32 * half)), 0x30));
+        const Bytes low = masked(turned<4 * odd, 4 * odd>(b.load64(64 * half)), 0x0f);
+        return both(low, masked(turned<4 * odd - 4, 4 * odd - 2>(b.twice32(128 + 32 * half)), 0x30));
     }
 };
 
@@ -134,7 +150,8 @@ inline __m256i from_book(const int8_t* book, __m256i nibbles) {
 }
 
 struct IQ4XS {
-    static constexpr int kType = IQ4_XS, kBytes = 136, kBias = 0, kSub = 32, kD = 0;
+    static constexpr int kFields = 0, kRegions = 0;
+    static constexpr int kType = IQ4_XS, kBytes = 136, kBias = 0, kSub = 32, kD = 0, kMost = 127;
     static constexpr bool kOffset = false, kSigned = true;
     static Scales32 spread_scales(const uint8_t* b) { return Scales32(scales(b)); }
     static __m128i scales(const uint8_t* b) {
@@ -148,9 +165,10 @@ struct IQ4XS {
         const __m128i lower = _mm_cvtepu8_epi16(_mm_and_si128(both, _mm_set1_epi8(15)));
         return _mm_sub_epi16(_mm_or_si128(upper, lower), _mm_set1_epi16(32));
     }
-    template <int C>
-    static Bytes chunk(const uint8_t* b) {
-        return join(from_book(iq4_book(), nibbles(b + 8 + 32 * C)), from_book(iq4_book(), nibbles(b + 24 + 32 * C)));
+    template <int C, class Block>
+    static Bytes chunk(const Block& b) {
+        return join(from_book(iq4_book(), nibbles(b.bytes + 8 + 32 * C)),
+                    from_book(iq4_book(), nibbles(b.bytes + 24 + 32 * C)));
     }
 };
 
@@ -159,9 +177,10 @@ struct IQ4XS {
 struct Plain {  // d as float16 at the start of the block, no offset
     static constexpr bool kOffset = false, kSigned = false;
     static constexpr int kSub = 32;
-    template <int BYTES>
-    static __m256 d(const uint8_t* blocks, int count) {
-        return halves(blocks, BYTES, 0, count);
+    // Factors of block(0) to block(count - 1), as `halves`.
+    template <class Block>
+    static __m256 d(const Block& block, int count) {
+        return halves(block, 0, count);
     }
 };
 
@@ -175,25 +194,25 @@ inline __m256i fifth_bits(uint32_t high) {
 }
 
 struct Q40 : Plain {
-    static constexpr int kType = Q4_0, kBytes = 18, kBias = 8;
+    static constexpr int kType = Q4_0, kBytes = 18, kBias = 8, kMost = 15;
     static __m256i values(const uint8_t* b) { return nibbles(b + 2); }
 };
 
 struct Q41 : Plain {
-    static constexpr int kType = Q4_1, kBytes = 20, kBias = 0;
+    static constexpr int kType = Q4_1, kBytes = 20, kBias = 0, kMost = 15;
     static constexpr bool kOffset = true;
     static __m256i values(const uint8_t* b) { return nibbles(b + 4); }
 };
 
 struct Q50 : Plain {
-    static constexpr int kType = Q5_0, kBytes = 22, kBias = 16;
+    static constexpr int kType = Q5_0, kBytes = 22, kBias = 16, kMost = 31;
     static __m256i values(const uint8_t* b) {
         return _mm256_or_si256(nibbles(b + 6), fifth_bits(load_as<uint32_t>(b + 2)));
     }
 };
 
 struct Q51 : Plain {
-    static constexpr int kType = Q5_1, kBytes = 24, kBias = 0;
+    static constexpr int kType = Q5_1, kBytes = 24, kBias = 0, kMost = 31;
     static constexpr bool kOffset = true;
     static __m256i values(const uint8_t* b) {
         return _mm256_or_si256(nibbles(b + 8), fifth_bits(load_as<uint32_t>(b + 4)));
@@ -201,26 +220,26 @@ struct Q51 : Plain {
 };
 
 struct Q80 : Plain {
-    static constexpr int kType = Q8_0, kBytes = 34, kBias = 0;
+    static constexpr int kType = Q8_0, kBytes = 34, kBias = 0, kMost = 128;
     static constexpr bool kSigned = true;
     static __m256i values(const uint8_t* b) { return load_256(b + 2); }
 };
 
 struct IQ4NL : Plain {
-    static constexpr int kType = IQ4_NL, kBytes = 18, kBias = 0;
+    static constexpr int kType = IQ4_NL, kBytes = 18, kBias = 0, kMost = 127;
     static constexpr bool kSigned = true;
     static __m256i values(const uint8_t* b) { return from_book(iq4_book(), nibbles(b + 2)); }
 };
 
 struct MXF4 : Plain {
-    static constexpr int kType = MXFP4, kBytes = 17, kBias = 0;
+    static constexpr int kType = MXFP4, kBytes = 17, kBias = 0, kMost = 12;
     static constexpr bool kSigned = true;
     static __m256i values(const uint8_t* b) { return from_book(fp4_book(), nibbles(b + 1)); }
-    template <int BYTES>
-    static __m256 d(const uint8_t* blocks, int count) {
+    template <class Block>
+    static __m256 d(const Block& block, int count) {
         alignas(32) float factors[8] = {};
         for (int i = 0; i < count; ++i) {
-            const uint32_t e = blocks[i * BYTES];
+            const uint32_t e = *block(i);
             factors[i] = from_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
         }
         return _mm256_load_ps(factors);

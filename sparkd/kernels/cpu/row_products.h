@@ -53,10 +53,10 @@ inline Sum block_sum(const uint8_t* b, const QuantisedRow& x, int64_t block, __m
     const auto add = [&](Bytes w, Bytes activations, Bytes scale) {
         sum = T::kSigned ? add_scaled_signed(sum, w, activations, scale) : add_scaled(sum, w, activations, scale);
     };
-    add(T::template chunk<0>(b), load64(q), scales.template chunk<0>());
-    add(T::template chunk<1>(b), load64(q + 64), scales.template chunk<1>());
-    add(T::template chunk<2>(b), load64(q + 128), scales.template chunk<2>());
-    add(T::template chunk<3>(b), load64(q + 192), scales.template chunk<3>());
+    add(T::template chunk<0>(Packed{b}), load64(q), scales.template chunk<0>());
+    add(T::template chunk<1>(Packed{b}), load64(q + 64), scales.template chunk<1>());
+    add(T::template chunk<2>(Packed{b}), load64(q + 128), scales.template chunk<2>());
+    add(T::template chunk<3>(Packed{b}), load64(q + 192), scales.template chunk<3>());
     if constexpr (T::kOffset && T::kSub == 32) {
         msum = _mm_madd_epi16(T::minima(b), load_128(x.sums32 + 8 * block));
     } else if constexpr (T::kOffset) {
@@ -126,10 +126,11 @@ inline __m256 narrow_terms(const uint8_t* b, const QuantisedRow& x, int64_t bloc
     std::memcpy(words, x.sums32 + block, static_cast<size_t>(count) * sizeof(int16_t));
     const __m256i sum_of_x = _mm256_cvtepi16_epi32(load_128(words));
     const __m256 a = _mm256_maskload_ps(x.a + block, present);
-    const __m256 da = _mm256_mul_ps(T::template d<T::kBytes>(b, count), a);
+    const auto at = [&](int i) { return b + i * T::kBytes; };
+    const __m256 da = _mm256_mul_ps(T::d(at, count), a);
     const __m256i isum = _mm256_sub_epi32(eight_sums_256(sums), _mm256_mullo_epi32(sum_of_x, _mm256_set1_epi32(bias)));
     if constexpr (!T::kOffset) return _mm256_mul_ps(da, _mm256_cvtepi32_ps(isum));
-    const __m256 oa = _mm256_mul_ps(halves(b, T::kBytes, 2, count), a);
+    const __m256 oa = _mm256_mul_ps(halves(at, 2, count), a);
     return _mm256_fmadd_ps(da, _mm256_cvtepi32_ps(isum), _mm256_mul_ps(oa, _mm256_cvtepi32_ps(sum_of_x)));
 }
 

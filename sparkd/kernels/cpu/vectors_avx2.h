@@ -115,6 +115,7 @@ inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }
 inline Floats from_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
 
 // The 32 partials of a dot32, eight in each register.

@@ -121,6 +121,7 @@ inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
 inline Floats from_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 
 // The 32 partials of a dot32, those of lanes j and j + 16 in registers 0 and 1.
