@@ -17,8 +17,8 @@ from sparkd.graph.state import StateLayout
 from sparkd.kernels import available, native
 
 COMPUTED = [f.name for f in FORMATS_BY_NAME.values() if f.arithmetic is not None]
-#: Activation rows: one, few, as many as a tile takes at a time, and what is left over of that.
-COUNTS = (1, 3, 4, 8, 15)
+#: Activation rows: one, few, as many as a tile takes at a time, what is left over of that, and more than share a tile.
+COUNTS = (1, 2, 3, 4, 8, 15, 67)
 
 
 class TwoTensors:
@@ -124,4 +124,5 @@ def test_extreme_activations_and_weights_give_the_bits_of_their_definition(isa: 
             table[4::2] &= 0x83  # small factors, some denormal
             activations = extreme(rng, 11, width)[-count:]
             check(isa, format, activations, table)
-            check(isa, format, activations[:2], table)
+            check(isa, format, activations[:1], table)
+            check(isa, format, activations[1:4], table)
