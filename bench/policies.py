@@ -1,12 +1,13 @@
 """The policy laboratory: what share of its experts would a tier have had ready, run in one way or another?
 
     python bench/policies.py [--demo demo_routing.npz] [--public FOLDER] [--trace FILE.npz ...]
-                             [--capacity 10 25 ...] [--plot FILE.svg] [--json FILE]
+                             [--capacity 10 25 ...] [--tokens N] [--plot FILE.svg] [--json FILE]
 
 Replays routing in the order of time, a cache over all layers with so many percent of the records, cold at first. All
-but the uniform choice and Belady's optimum is the daemon's own code: `calibration/shadow` over `residency/ring`, and
-for "ours" the adviser with its counts, its sample of shadows and its placements. What a placement brings counts as
-a miss. "LFU" is the decayed frequency whose half-life was best on this very traffic, known afterwards.
+but the uniform choice and Belady's optimum is the daemon's own code: `calibration/shadow` over `residency/ring` (here
+compiled, `fast_shadow`), and for "ours" the adviser with its counts, its sample of shadows and its placements. What a
+placement brings counts as a miss. "LFU" is the decayed frequency whose half-life was best on this very traffic, known
+afterwards.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from fast_shadow import FastShadow, build
 from plot import lines_svg
 from traffic import Trace, demo, made, recorded
 
 from sparkd.calibration.adviser import Adviser, Tier
 from sparkd.calibration.counts import RoutingCounts
-from sparkd.calibration.shadow import FIRST, LRU, STATIC, Rule, Shadow
+from sparkd.calibration.shadow import FIRST, LRU, STATIC, Rule
 from sparkd.calibration.tuner import top
 from sparkd.residency.slabs import LayerSize
 
@@ -78,7 +80,7 @@ def play(trace: Trace, percent: int) -> Result:
 
 
 def _shadow(rule: Rule, slots: int, steps: Sequence[list[int]], records: int, profile: np.ndarray) -> int:
-    shadow = Shadow([0] * records, [slots], rule)
+    shadow = FastShadow([0] * records, [slots], rule)
     if rule.pinned:
         shadow.pin(top(profile, np.zeros(records, np.int64), shadow.pins))
     return sum(map(shadow.step, steps))
@@ -88,8 +90,8 @@ def _ours(trace: Trace, slots: int, steps: Sequence[list[int]]) -> tuple[int, Ru
     """Hits of a tier that follows the adviser, less what placements brought."""
     layers = trace.ids.shape[2]
     tier = Tier("host", (LayerSize(0, trace.experts),) * layers, (1,), (slots,), (0,))
-    adviser, counts = Adviser(tier), RoutingCounts(layers, trace.experts)
-    live = Shadow([0] * trace.records, [slots], FIRST)
+    adviser, counts = Adviser(tier, shadow=FastShadow), RoutingCounts(layers, trace.experts)
+    live = FastShadow([0] * trace.records, [slots], FIRST)
     hits = 0
     for ids, step in zip(trace.ids, steps, strict=True):
         hits += live.step(step)
@@ -165,6 +167,7 @@ def main() -> None:
     parser.add_argument("--public", type=Path, help="folder with counts of public models")
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="files that sparkctl trace wrote")
     parser.add_argument("--capacity", type=int, nargs="*", default=list(_CAPACITIES), help="percent of the records")
+    parser.add_argument("--tokens", type=int, help="play at most so many steps of each trace")
     parser.add_argument("--plot", type=Path, help="where to draw")
     parser.add_argument("--json", type=Path, help="where to write every single result")
     parser.add_argument("--jobs", type=int, default=2)
@@ -175,6 +178,9 @@ def main() -> None:
         *(made(given.public) if given.public else ()),
         *(trace for path in given.trace for trace in recorded(path)),
     ]
+    if given.tokens:
+        traces = [replace(trace, ids=trace.ids[: given.tokens]) for trace in traces]
+    build()
     with ProcessPoolExecutor(given.jobs) as pool:
         runs = [pool.submit(play, trace, percent) for trace in traces for percent in given.capacity]
         results = [run.result() for run in runs]

@@ -29,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tokenize(commands)
     _add_inspect(commands)
     _add_plan(commands)
+    _add_profile(commands)
     _add_config(commands)
     _add_traffic(commands)
     _add_control(commands)
@@ -213,6 +214,26 @@ def _add_tokenize(commands: _Commands) -> None:
     parser.add_argument("--special", action="store_true", help="control tokens spelled in the text become their ids")
     _add_connection(parser)
     _add_json(parser, "the ids")
+
+
+def _add_profile(commands: _Commands) -> None:
+    parser = _command(
+        commands,
+        "profile",
+        "show what was learned of a model's traffic and what that is worth; carry its counts in and out",
+        "  sparkctl profile\n"
+        "  sparkctl profile model.gguf --json\n"
+        "  sparkctl profile model.gguf --export counts.csv --tag coding",
+    )
+    parser.add_argument("model", nargs="?", type=_path, help="model file (default: the one that is served)")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--export", type=_path, metavar="FILE", help="write the counts: layer,expert,count; a new file")
+    way.add_argument(
+        "--import", dest="import_", type=_path, metavar="FILE", help="take counts from such a file; no daemon may run"
+    )
+    parser.add_argument("--tag", metavar="NAME", help="with --export or --import: the counts of this tag alone")
+    _add_connection(parser)
+    _add_json(parser, "hits, speeds, drift, tags")
 
 
 def _add_config(commands: _Commands) -> None:

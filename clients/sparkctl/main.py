@@ -35,6 +35,10 @@ def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             from sparkctl import plan
 
             return plan.run(args)
+        case "profile":
+            from sparkctl import profile
+
+            return profile.run(args)
         case "generate":
             from sparkctl import generate
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkd.calibration.shadow import FIRST, RULES, Rule
+from sparkd.calibration.shadow import FIRST, RULES, Rule, Shadow
 from sparkd.calibration.tuner import SAMPLE, Tuner
 from sparkd.residency.placement import Placement, choose_hot
 from sparkd.residency.slabs import LayerSize
@@ -44,11 +44,11 @@ class Tier:
 class Adviser:
     """What one tier is told."""
 
-    def __init__(self, tier: Tier, version: int = 0, sample: int = SAMPLE) -> None:
+    def __init__(self, tier: Tier, version: int = 0, sample: int = SAMPLE, shadow: type[Shadow] = Shadow) -> None:
         """`version` is that of the last placement before; later ones have higher ones."""
         self.tier = tier
         capacity = [slots - spare for slots, spare in zip(tier.slots, tier.spare, strict=True)]
-        self.tuner = Tuner(tier.layers, capacity, sample=sample)
+        self.tuner = Tuner(tier.layers, capacity, sample=sample, shadow=shadow)
         self.rule = FIRST
         self._hot: list[list[int]] = [[] for _ in tier.layers]
         self.version = version

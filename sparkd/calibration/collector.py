@@ -14,7 +14,7 @@ import numpy as np
 from sparkd.calibration import profile
 from sparkd.calibration.adviser import Adviser, Tier
 from sparkd.calibration.counts import RoutingCounts, RoutingError, busiest_share
-from sparkd.calibration.worth import SHARES, Drift, coverage, worth
+from sparkd.calibration.worth import describe
 from sparkd.ipc import internal
 from sparkd.ipc.child import Child, ChildArguments
 from sparkd.ipc.internal import Ready, StatusAnswer, StatusQuery
@@ -81,7 +81,7 @@ class Collector:
             "refused": self._refused,
             "dropped_steps": self._ring.dropped,
             "profile": {"path": self._where(), "note": self._note, "saved": self._saved_at()},
-            "worth": self._worth(),
+            "worth": describe(self._counts),
             "tier": self._tier(),
         }
         kinds = (("decode", counts.decode, counts.decode_rows), ("prefill", counts.prefill, counts.prefill_rows))
@@ -151,28 +151,6 @@ class Collector:
         if number >= len(self._tags):
             self._tags = self._ring.tags
         return self._tags[number] if number < len(self._tags) else ""
-
-    def _worth(self) -> dict[str, Json]:
-        found = worth(self._counts)
-        tags: dict[str, Json] = {}
-        recent = sum(traffic.recent for traffic in self._counts.tags.values())
-        for tag, traffic in sorted(self._counts.tags.items()):
-            table = traffic.decode.table
-            tags[tag] = {
-                "rows": traffic.decode.rows,
-                "recent": traffic.recent / recent if recent else 0.0,
-                "hottest": [coverage(table, table, share) for share in SHARES],
-            }
-        return {
-            "shares": list(SHARES),
-            "hottest": list(found.profile),
-            "hottest_recent": list(found.recent),
-            "recent_rows": self._counts.recent.rows,
-            "drift": found.drift.value,
-            "drifted": found.drift is Drift.DRIFTED,
-            "worth_having": found.having,
-            "tags": tags,
-        }
 
     def _tier(self) -> dict[str, Json]:
         adviser = self._adviser

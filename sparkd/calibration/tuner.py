@@ -16,7 +16,7 @@ from sparkd.calibration.shadow import RULES, Rule, Shadow
 from sparkd.residency.slabs import LayerSize
 
 #: Records that stand for all.
-SAMPLE = 512
+SAMPLE = 256
 #: Steps after which what a shadow found counts half; steps before which nothing is concluded.
 MEMORY = 1000.0
 _FIRST = 512
@@ -35,6 +35,7 @@ class Tuner:
         capacity: Sequence[int],
         rules: Sequence[Rule] = RULES,
         sample: int = SAMPLE,
+        shadow: type[Shadow] = Shadow,
     ) -> None:
         """`capacity[slab]` counts the slots for hot set and ring.
 
@@ -47,7 +48,7 @@ class Tuner:
         self._number[self._chosen] = np.arange(len(self._chosen))
         self._sampled = slabs[self._chosen]
         held = [_share(self._sampled == slab, slabs == slab, slots) for slab, slots in enumerate(capacity)]
-        self._shadows = [Shadow(self._sampled.tolist(), held, rule) for rule in rules]
+        self._shadows = [shadow(self._sampled.tolist(), held, rule) for rule in rules]
         self.steps = 0
         self._decay = 0.5 ** (1.0 / MEMORY)
         self._uses = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,3 +70,27 @@ def worth(counts: RoutingCounts) -> Worth:
     else:
         drift = Drift.DRIFTED if recent[0] < coverage(before, before, SHARES[0]) - DRIFT else Drift.NONE
     return Worth(known, recent, drift, known[0] > SHARES[0] + WORTH_HAVING)
+
+
+def describe(counts: RoutingCounts) -> dict[str, Any]:
+    """What status document and `sparkctl profile` tell (docs/status.md)."""
+    found = worth(counts)
+    recent = sum(traffic.recent for traffic in counts.tags.values())
+    tags: dict[str, Any] = {}
+    for tag, traffic in sorted(counts.tags.items()):
+        table = traffic.decode.table
+        tags[tag] = {
+            "rows": traffic.decode.rows,
+            "recent": traffic.recent / recent if recent else 0.0,
+            "hottest": [coverage(table, table, share) for share in SHARES],
+        }
+    return {
+        "shares": list(SHARES),
+        "hottest": list(found.profile),
+        "hottest_recent": list(found.recent),
+        "recent_rows": counts.recent.rows,
+        "drift": found.drift.value,
+        "drifted": found.drift is Drift.DRIFTED,
+        "worth_having": found.having,
+        "tags": tags,
+    }
