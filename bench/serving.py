@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,13 +44,18 @@ class Log:
 
 
 @contextmanager
-def serving(model: Path, *flags: str, heard: Callable[[str], None] = lambda line: None) -> Iterator[tuple[Client, Log]]:
-    """Serve `model` with default settings but for `flags` until the block ends; `heard` gets each line of the log."""
+def serving(
+    model: Path, *flags: str, heard: Callable[[str], None] = lambda line: None, around: Sequence[str] = ()
+) -> Iterator[tuple[Client, Log]]:
+    """Serve `model` with default settings but for `flags` until the block ends; `heard` gets each line of the log.
+
+    `around` is the beginning of a command that runs another.
+    """
     with TemporaryDirectory(prefix="sparkd-") as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SPARKD_")}
         # An installed daemon finds its modules compiled.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "sparkd.cli", "serve", str(model), "--config", os.devnull]
+        command = [*around, sys.executable, "-m", "sparkd.cli", "serve", str(model), "--config", os.devnull]
         process = subprocess.Popen(
             [*command, "--run-dir", folder, *flags],
             env=environment | {"STATE_DIRECTORY": folder},
