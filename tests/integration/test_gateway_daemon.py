@@ -1,0 +1,147 @@
+"""The gateway beside a real daemon: started with it, ended with it, started again, and no burden to it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import pytest
+from daemon import Daemon, alive, daemon, until
+
+from sparkd.config import GatewaySettings
+from sparkd.demo.main import MODEL as DEMO
+from sparkd.errors import ConfigError
+from sparkd.supervisor import gateway
+
+CHAT = {
+    "model": "spark-demo-laguna",
+    "messages": [{"role": "user", "content": "Who are you?"}],
+    "temperature": 0,
+    "max_tokens": 12,
+}
+
+
+def ask(port: int, path: str, body: Any = None) -> tuple[int, Any]:
+    """Status and body; (0, "") where nobody listens."""
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
+    try:
+        with urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+    except (URLError, ConnectionError):
+        return 0, ""
+
+
+def port_of(one: Daemon) -> int:
+    """The port that the gateway named last."""
+    lines = [line for line in one.said().splitlines() if line.startswith("sparkd-gateway: http://")]
+    return int(lines[-1].rstrip("/").rpartition(":")[2]) if lines else 0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("gateway")
+    given = {"enabled": True, "port": 0, "unix": str(folder / "g.sock"), "aliases": "*"}
+    with daemon(DEMO, folder / "run", gateway=given) as one:
+        until(lambda: ask(port_of(one), "/health")[0] == 200, one.said)
+        yield one
+
+
+def test_it_answers_with_the_words_of_the_client_socket(served: Daemon) -> None:
+    port = port_of(served)
+    with served.client() as client, client.chat(CHAT["messages"], max_tokens=12) as stream:
+        expected = stream.read()
+    status, said = ask(port, "/v1/chat/completions", CHAT)
+    assert status == 200 and json.loads(said)["choices"][0]["message"]["content"] == expected
+    streamed = ask(port, "/v1/chat/completions", {**CHAT, "stream": True})[1]
+    pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces) == expected
+    message = json.loads(ask(port, "/v1/messages", CHAT)[1])
+    assert message["content"][0]["text"] == expected and message["stop_reason"] == "max_tokens"
+    thinking = json.loads(ask(port, "/v1/messages", {**CHAT, "thinking": {"type": "enabled"}})[1])
+    assert thinking["content"][0]["type"] == "thinking" and thinking["content"][0]["thinking"]
+    count = json.loads(ask(port, "/v1/messages/count_tokens", {k: CHAT[k] for k in ("model", "messages")})[1])
+    assert count["input_tokens"] == message["usage"]["input_tokens"]
+
+
+def test_what_the_model_cannot_do_and_what_does_not_fit_is_refused_with_its_reason(served: Daemon) -> None:
+    port = port_of(served)
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    status, said = ask(port, "/v1/chat/completions", {**CHAT, "tools": tools})
+    assert status == 400 and "knows no tools" in said
+    status, said = ask(port, "/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"mood": "good"}})
+    assert status == 400 and "no option 'mood'" in said
+    long = {**CHAT, "messages": [{"role": "user", "content": "Who are you? " * 2000}]}
+    status, said = ask(port, "/v1/chat/completions", long)
+    assert status == 400 and json.loads(said)["error"]["code"] == "context_length_exceeded"
+    fits = json.loads(ask(port, "/v1/chat/completions", {**CHAT, "max_tokens": 1_000_000, "stop": ["."]})[1])
+    assert fits["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_killed_gateway_is_started_again_and_the_daemon_never_notices(served: Daemon) -> None:
+    before = served.pid("gateway")
+    os.kill(before, signal.SIGKILL)
+    until(lambda: served.pid("gateway") not in (None, before), served.said)
+    until(lambda: ask(port_of(served), "/health")[0] == 200, served.said)
+    assert served.status()["state"] == "ready"
+    (told,) = [process for process in served.status()["processes"] if process["role"] == "gateway"]
+    assert (told["state"], told["restarts"]) == ("ready", 1) and "status -9" in told["reason"]
+
+
+def test_without_a_worker_the_reason_comes_with_the_status(served: Daemon) -> None:
+    worker = served.pid("worker")
+    os.kill(worker, signal.SIGSTOP)
+    until(lambda: ask(port_of(served), "/health")[0] == 503, served.said)
+    status, said = ask(port_of(served), "/v1/chat/completions", CHAT)
+    assert status == 503 and "the worker" in json.loads(said)["error"]["message"]
+    with contextlib.suppress(ProcessLookupError):  # it has been replaced already
+        os.kill(worker, signal.SIGCONT)
+    until(lambda: ask(port_of(served), "/v1/chat/completions", CHAT)[0] == 200, served.said)
+
+
+def test_it_ends_with_its_daemon_however_that_ends(served: Daemon) -> None:
+    pid = served.pid("gateway")
+    served.process.kill()
+    served.process.wait()
+    until(lambda: not alive(pid))
+
+
+def test_a_gateway_that_cannot_serve_is_given_up_and_the_daemon_serves_on(tmp_path: Path) -> None:
+    with daemon(DEMO, tmp_path / "run", gateway={"enabled": True, "host": "0.0.0.0", "port": 0}) as one:
+        until(lambda: "can be reached from other machines: give API keys" in one.said(), one.said)
+        assert one.status()["state"] == "ready"
+        assert one.stop() == 0
+
+
+def test_without_its_libraries_the_daemon_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"starlette.*pip install 'sparkd\[gateway\]'"):
+        gateway.Gateway(GatewaySettings(enabled=True), tmp_path / "s")
+    assert gateway.Gateway(GatewaySettings(), tmp_path / "s").status() is None
+
+
+def test_one_that_ends_again_and_again_is_started_later_and_later_and_then_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = gateway.Gateway(GatewaySettings(enabled=True, host="nowhere"), tmp_path / "s")
+    now, starts = 0.0, []
+    monkeypatch.setattr(gateway, "_MODULE", "nothing_of_this_name")
+    while (told := made.status()) is not None and told["state"] != "failed":
+        made.tick(now)
+        if made.pid is not None and (not starts or starts[-1][1] != made.pid):
+            starts.append((now, made.pid))
+        now += 0.0 if made.pid is not None else 0.25
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(starts)]
+    assert gaps == [0.5, 1.0, 2.0, 4.0, 8.0] and "not started again" in made.reason
+    made.kill()
