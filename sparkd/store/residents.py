@@ -189,6 +189,16 @@ class Residents:
         with self._lock:
             return self._engine.residents()
 
+    def tiers(self) -> list[str]:
+        """For each expert layer a letter an expert: h (resident and hot), r (resident in the ring), or a dot."""
+        with self._lock:
+            hot = self._engine.hot()
+            letters: list[list[str]] = [[] for _ in self.arena.layout.layers]
+            for record in self._records:
+                resident = self._engine.place_of(record) is not None
+                letters[record.layer].append(("h" if record in hot else "r") if resident else ".")
+        return ["".join(layer) for layer in letters]
+
     def slabs(self) -> list[SlabUse]:
         """How the slots of each slab are used."""
         with self._lock:

@@ -133,8 +133,8 @@ class StoreService:
             "records": self._records,
             "resident": sum(residents),
             "layers": [
-                {"records": layer.experts, "resident": resident}
-                for layer, resident in zip(layout.layers, residents, strict=True)
+                {"records": layer.experts, "resident": resident, "experts": tiers}
+                for layer, resident, tiers in zip(layout.layers, residents, self._residents.tiers(), strict=True)
             ],
             "slabs": [
                 {"record_bytes": slab.record_bytes, "spare": slab.size.spare, **dataclasses.asdict(use)}
