@@ -104,8 +104,11 @@ class FakeDaemon:
             case m.Ping():
                 return [m.Pong(msg.tag)]
             case m.Tokenize():
-                text = "".join(message["content"] for message in msg.chat or []) if msg.text is None else msg.text
+                chat = "".join(str(message.get("content")) for message in msg.chat or [])
+                text = chat if msg.text is None else msg.text
                 return [m.Tokens(msg.tag, list(text.encode()))]
+            case m.Detokenize() if any(not 0 <= token < 256 for token in msg.tokens):
+                return [m.Failed(msg.tag, None, "request", "a token is not in the vocabulary")]
             case m.Detokenize():
                 pieces = [[token] for token in msg.tokens] if msg.pieces else None
                 return [m.Text(msg.tag, bytes(msg.tokens).decode(errors="replace"), pieces)]

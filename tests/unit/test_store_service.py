@@ -196,8 +196,6 @@ def test_status_tells_sizes_and_residents(full, service):
     status = service.status()
     told = [(layer["records"], layer["resident"], len(layer["experts"])) for layer in status["layers"]]
     assert told == [(8, 8, 8)] * 7
-        (8, 8, 8)
-    ] * 7
     assert {letter for layer in status["layers"] for letter in layer["experts"]} <= {"h", "r"}
     assert status["bytes_loaded"] == status["bytes_total"] == status["bytes_read"] == full.loader.total
     assert sum(slab["slots"] for slab in status["slabs"]) == status["records"] == 56

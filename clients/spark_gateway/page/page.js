@@ -4,7 +4,8 @@ const PERIOD_MS = 1000;
 const HISTORY = 120;
 const FADE = 0.75;
 const $ = (id) => document.getElementById(id);
-const color = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
+// Of the legend, whose colours the browser has chosen for dark or light.
+const color = (name) => getComputedStyle(document.querySelector(`.swatch.${name}`)).backgroundColor;
 
 let before = null;
 let glow = [];
@@ -97,7 +98,7 @@ function spark(canvas, line) {
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d"), most = Math.max(...line, 1e-9);
   pen.scale(ratio, ratio);
-  pen.strokeStyle = color("--ring");
+  pen.strokeStyle = color("ring");
   pen.lineWidth = 1.5;
   pen.beginPath();
   line.forEach((value, at) => pen.lineTo((at / (HISTORY - 1)) * width, height - 2 - (value / most) * (height - 4)));
@@ -129,7 +130,7 @@ function showMap(status) {
   canvas.height = tall * layers.length * ratio;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
-  const shades = { h: color("--hot"), r: color("--ring"), ".": color("--disk") };
+  const shades = { h: color("hot"), r: color("ring"), ".": color("disk") };
   const gap = size > 4 ? 1 : 0;
   layers.forEach((layer, y) => {
     for (let x = 0; x < layer.records; x += 1) {
@@ -139,7 +140,7 @@ function showMap(status) {
       pen.fillRect(x * size, y * tall, size - gap, tall - gap);
       if (glow[y][x] > 0.05) {
         pen.globalAlpha = glow[y][x] * 0.85;
-        pen.fillStyle = color("--used");
+        pen.fillStyle = color("used");
         pen.fillRect(x * size, y * tall, size - gap, tall - gap);
       }
     }
@@ -150,7 +151,7 @@ function showMap(status) {
     const layer = layers[y];
     if (!layer || x >= layer.records) return;
     const count = status.calibration?.decode?.counts?.[y]?.[x];
-    const names = { h: "hot", r: "ring", ".": "on disk" };
+    const names = { h: "hot", r: "in memory", ".": "on disk" };
     const uses = count === undefined ? "" : `, used ${count.toLocaleString("en")} times`;
     $("pointed").textContent = `layer ${y}, expert ${x}: ${names[layer.experts?.[x]] ?? ""}${uses}`;
   };
