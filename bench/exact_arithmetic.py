@@ -23,21 +23,34 @@ def from_bits(u: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", u))[0])
 
 
-def round_to(x: Fraction, digits: int, least: int, greatest: float, negative_zero: bool = False) -> float:
-    """Nearest multiple of 2^least with at most `digits` significant bits, ties to even; infinity beyond `greatest`."""
-    if x == 0:
+def round_ratio(n: int, d: int, digits: int, least: int, greatest: float, negative_zero: bool = False) -> float:
+    """n / d, d > 0, to the nearest multiple of 2^least with at most `digits` significant bits, ties to even; infinity
+    beyond `greatest`."""
+    if n == 0:
         return -0.0 if negative_zero else 0.0
-    magnitude = abs(x)
-    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    if Fraction(2) ** exponent > magnitude:
+    sign, n = (-1.0, -n) if n < 0 else (1.0, n)
+    exponent = n.bit_length() - d.bit_length()
+    if d << max(exponent, 0) > n << max(-exponent, 0):
         exponent -= 1
-    step = Fraction(2) ** max(exponent - digits + 1, least)
-    rounded = round(magnitude / step) * step  # Fraction rounds ties to even
-    return math.copysign(math.inf if rounded > greatest else float(rounded), -1.0 if x < 0 else 1.0)
+    # The integers of n / d in steps of 2^step, and what is left of it.
+    step = max(exponent - digits + 1, least)
+    d <<= max(step, 0)
+    steps, rest = divmod(n << max(-step, 0), d)
+    if 2 * rest > d or (2 * rest == d and steps % 2):
+        steps += 1
+    rounded = math.ldexp(steps, step)
+    return math.copysign(math.inf if rounded > greatest else rounded, sign)
+
+
+LARGEST = float.fromhex("0x1.fffffep127")
+
+
+def f32_ratio(n: int, d: int, negative_zero: bool = False) -> float:
+    return round_ratio(n, d, 24, -149, LARGEST, negative_zero)
 
 
 def f32(x: Fraction, negative_zero: bool = False) -> float:
-    return round_to(x, 24, -149, float.fromhex("0x1.fffffep127"), negative_zero)
+    return f32_ratio(x.numerator, x.denominator, negative_zero)
 
 
 def _finite(*x: float) -> bool:
@@ -51,7 +64,8 @@ def _negative(x: float) -> bool:
 def add(a: float, b: float) -> float:
     if not _finite(a, b) or 0 in (a, b):
         return a + b  # exact
-    return f32(Fraction(a) + Fraction(b), negative_zero=_negative(a) and _negative(b))
+    (an, ad), (bn, bd) = a.as_integer_ratio(), b.as_integer_ratio()
+    return f32_ratio(an * bd + bn * ad, ad * bd)
 
 
 def sub(a: float, b: float) -> float:
@@ -61,7 +75,8 @@ def sub(a: float, b: float) -> float:
 def mul(a: float, b: float) -> float:
     if not _finite(a, b):
         return a * b
-    return f32(Fraction(a) * Fraction(b), negative_zero=_negative(a) != _negative(b))
+    (an, ad), (bn, bd) = a.as_integer_ratio(), b.as_integer_ratio()
+    return f32_ratio(an * bn, ad * bd, negative_zero=_negative(a) != _negative(b))
 
 
 def fma(a: float, b: float, c: float) -> float:
@@ -69,7 +84,9 @@ def fma(a: float, b: float, c: float) -> float:
         return a * b + c
     zero_product = 0 in (a, b)
     negative = _negative(a) != _negative(b)
-    return f32(Fraction(a) * Fraction(b) + Fraction(c), negative_zero=zero_product and negative and _negative(c))
+    (an, ad), (bn, bd), (cn, cd) = a.as_integer_ratio(), b.as_integer_ratio(), c.as_integer_ratio()
+    zero = zero_product and negative and _negative(c)
+    return f32_ratio(an * bn * cd + cn * ad * bd, ad * bd * cd, negative_zero=zero)
 
 
 def div(a: float, b: float) -> float:
@@ -77,7 +94,8 @@ def div(a: float, b: float) -> float:
         return NAN if a == 0 else math.copysign(math.inf, -1.0 if _negative(a) != _negative(b) else 1.0)
     if not _finite(a, b):
         return a / b
-    return f32(Fraction(a) / Fraction(b), negative_zero=_negative(a) != _negative(b))
+    (an, ad), (bn, bd) = a.as_integer_ratio(), b.as_integer_ratio()
+    return f32_ratio((an if bn > 0 else -an) * bd, ad * abs(bn), negative_zero=_negative(a) != _negative(b))
 
 
 def sqrt(x: float) -> float:
@@ -105,7 +123,9 @@ def f32_to_f16(x: float) -> int:
     sign = 0x8000 if _negative(x) else 0
     if abs(x) >= 65504:
         return sign | 0x7BFF
-    return sign | int(struct.unpack("<H", struct.pack("<e", round_to(abs(Fraction(x)), 11, -24, 65504.0)))[0])
+    return sign | int(
+        struct.unpack("<H", struct.pack("<e", round_ratio(*abs(x).as_integer_ratio(), 11, -24, 65504.0)))[0]
+    )
 
 
 def f16_to_f32(h: int) -> float:
