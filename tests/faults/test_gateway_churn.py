@@ -1,0 +1,121 @@
+"""Two hundred HTTP clients that ask, read, dawdle and vanish at random: none hangs, and nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon import Daemon, daemon, until
+from footprint import footprint, growth, is_idle, same_handles
+
+from sparkd.demo.main import MODEL as DEMO
+
+CLIENTS = 200
+#: Seconds without a byte after which a client counts as hung: a stream that waits says every ten that it lives.
+HANG_S = 60.0
+#: Bytes by which a process may grow: heaps keep what they once needed.
+SLACK_BYTES = 24 << 20
+LIMITS = {"context": 2048, "sequences": 4, "queue": 64}
+ALLOWED = {200, 400, 429, 503}
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Daemon]:
+    given = {"enabled": True, "host": "127.0.0.1", "port": 0, "unix": str(tmp_path / "g.sock")}
+    with daemon(DEMO, tmp_path / "run", limits=LIMITS, gateway=given) as one:
+        until(lambda: (tmp_path / "g.sock").exists(), one.said)
+        yield one
+
+
+def body(chance: random.Random, path: str) -> dict[str, Any]:
+    said = "Who are you? " * chance.choice((1, 1, 5, 60))
+    made: dict[str, Any] = {"model": "spark-demo-laguna", "stream": chance.random() < 0.7}
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    made[limit] = chance.choice((1, 8, 40))
+    if path == "/v1/completions":
+        return made | {"prompt": said}
+    if path == "/v1/responses":
+        return made | {"input": said}
+    return made | {"messages": [{"role": chance.choice(("user", "user", "user", "king")), "content": said}]}
+
+
+async def client(socket: Path, chance: random.Random, until_s: float, seen: Counter[str]) -> None:
+    """One after the other: requests that are read to the end, or left at a random moment."""
+    clock = asyncio.get_running_loop().time
+    while clock() < until_s:
+        path = chance.choice(PATHS)
+        data = json.dumps(body(chance, path)).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        sent = f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+        if chance.random() < 0.1:
+            sent = sent[: chance.randrange(len(sent))]
+        patience = chance.choice((None, None, 0, 1, 3))
+        try:
+            seen[await talk(socket, sent, patience, chance)] += 1
+        except TimeoutError:
+            seen["hung"] += 1
+        except OSError:
+            seen["refused"] += 1
+
+
+async def talk(socket: Path, sent: bytes, patience: int | None, chance: random.Random) -> str:
+    """Send, and read `patience` pieces (None: all); tells how it went."""
+    reader, writer = await asyncio.open_unix_connection(socket)
+    try:
+        writer.write(sent)
+        await writer.drain()
+        if b"\r\n\r\n" not in sent or not sent.endswith(b"}"):
+            await asyncio.sleep(chance.random() * 0.2)
+            return "cut off"
+        answer = bytearray()
+        while patience is None or patience > 0:
+            piece = await asyncio.wait_for(reader.read(65536), HANG_S)
+            if not piece:
+                status = int(answer.split(b" ", 2)[1])
+                assert status in ALLOWED, answer[:500]
+                return str(status)
+            answer += piece
+            patience = None if patience is None else patience - 1
+        return "left"
+    finally:
+        writer.transport.abort()
+
+
+async def crowd(socket: Path, seconds: float) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    until_s = asyncio.get_running_loop().time() + seconds
+    await asyncio.gather(*(client(socket, random.Random(n), until_s, seen) for n in range(CLIENTS)))
+    return seen
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+def test_a_crowd_over_http_hangs_nobody_and_leaves_nothing(served: Daemon, tmp_path: Path, seconds: int) -> None:
+    socket = tmp_path / "g.sock"
+    asyncio.run(crowd(socket, 3))
+    with served.client() as watcher:
+
+        def idle() -> bool:
+            status = watcher.status()
+            status["requests"]["clients"] -= 1  # the gateway itself
+            return is_idle(status)
+
+        until(idle, served.said)
+        before = footprint(watcher)
+        seen = asyncio.run(crowd(socket, seconds))
+        until(idle, served.said)
+        print(dict(seen))
+        assert not seen["hung"], seen
+        assert seen["200"] and seen["left"] and seen["cut off"], seen
+        until(
+            lambda: same_handles(before, footprint(watcher)), lambda: f"{before} {footprint(watcher)} {served.said()}"
+        )
+        grown = growth(before, footprint(watcher))
+        assert all(size < SLACK_BYTES for size in grown.values()), grown
+    assert "fault of the gateway" not in served.said()
