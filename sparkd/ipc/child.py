@@ -97,6 +97,8 @@ class Child:
         self._busy = True
         self._counter: Callable[[], int] | None = None
         _die_with(parent)
+        #: For each set of sockets that was waited for.
+        self._pollers: dict[tuple[zmq.Socket[bytes], ...], zmq.Poller] = {}
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
@@ -137,10 +139,7 @@ class Child:
         Stop is handled here, and the log's level of a Reconfigure. The caller reads `others` itself, without waiting.
         Malformed messages are the supervisor's bug and end the child.
         """
-        poller = zmq.Poller()
-        for waited in (self.control.socket, *others):
-            poller.register(waited, zmq.POLLIN)
-        poller.register(self._woken.fileno(), zmq.POLLIN)
+        poller = self._pollers.get(others) or self._poller(others)
         self._work += 1
         self._busy = False
         poller.poll(int(seconds * 1000))
@@ -148,6 +147,13 @@ class Child:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
         return list(self._received())
+
+    def _poller(self, others: tuple[zmq.Socket[bytes], ...]) -> zmq.Poller:
+        poller = self._pollers[others] = zmq.Poller()
+        for waited in (self.control.socket, *others):
+            poller.register(waited, zmq.POLLIN)
+        poller.register(self._woken.fileno(), zmq.POLLIN)
+        return poller
 
     def _received(self) -> Iterator[Message]:
         while (msg := self.control.receive()) is not None:

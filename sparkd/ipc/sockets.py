@@ -197,7 +197,7 @@ class Channel:
         """
         assert self._events is not None, "the channel is not watched"
         gone = False
-        while self._events.poll(0):
+        while _readable(self._events):
             self._events.recv_multipart()
             gone = True
         return gone
