@@ -345,7 +345,9 @@ class Supervisor:
         lost_for_good = child.condition is Condition.FAILED
         if child.role == "worker":
             self._door.worker_lost(f"{child.reason}; it is being restarted", now)
-        needed = child.role == "worker" or (child.role == "store" and not self._was_ready)
+        # Where records come and go, nothing can be computed for long without a store.
+        store = child.role == "store" and (self._plan.partial or not self._was_ready)
+        needed = child.role == "worker" or store
         if lost_for_good and needed:
             self._door.close(child.reason, now)
 

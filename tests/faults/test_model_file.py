@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from daemon import Daemon, alive, daemon, until
 
+from spark_client import RequestFailed
+
 NAME = "qwen35moe-tiny-s1-q4_k_m"
 
 
@@ -74,3 +76,20 @@ def test_a_changed_file_is_refused_with_both_identities_and_what_is_loaded_is_se
     pids = served.pids()
     assert served.stop() == 0
     until(lambda: not any(alive(pid) for pid in pids), served.said)
+
+
+def test_with_little_memory_a_changed_file_ends_requests_with_the_reason(
+    model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copy(model_path("laguna-tinyk-s1-f32"), tmp_path / "model.gguf"))
+    # 12 of the 20 MiB of an arena that has room for every expert.
+    with daemon(path, tmp_path / "run", limits={"context": 256}, memory={"host_gib": 12 / 1024}) as one:
+        assert len(_tokens(one)) == 8
+        _touch(path)
+        with pytest.raises(RequestFailed, match=r"expert \d+ of expert layer \d+ cannot be had: .* is not the file"):
+            _tokens(one)
+        one.kill("store")
+        until(lambda: "is not the file" in one.status()["reason"], one.said)
+        with pytest.raises(RequestFailed, match="is not the file that was opened first"):
+            _tokens(one)
+        assert one.stop() == 0
