@@ -3,11 +3,14 @@
 A step carries one row of every decoding sequence and at most one chunk of one prompt (the oldest that is not read to
 its end). The chunk is sized so that a step takes about `max_step_s`: it grows while steps are shorter and shrinks as
 soon as one is longer, so that those who decode never wait long for somebody's prompt.
+
+Where experts are read from the disk, a chunk has each of them read once, however short it is: one that nobody who
+decodes waits for is as long as it can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from sparkd.worker.sequences import Sequence
@@ -43,8 +46,9 @@ class Step:
 class Scheduler:
     """Forms steps of at most `max_rows` rows; there are never more than `max_rows - 1` decoding sequences."""
 
-    def __init__(self, max_rows: int, max_step_s: float) -> None:
+    def __init__(self, max_rows: int, max_step_s: float, reads_experts: bool = False) -> None:
         self._max_rows = max_rows
+        self._reads_experts = reads_experts
         #: May be changed between steps.
         self.max_step_s = max_step_s
         self.chunk_rows = min(FIRST_CHUNK, max_rows)
@@ -61,14 +65,18 @@ class Scheduler:
         chunk = None
         if prompt is not None:
             room = self._max_rows - len(decode)
-            chunk = Piece(prompt, max(1, min(prompt.unread, self.chunk_rows, room)))
+            rows = room if self._unlimited(decode) else min(self.chunk_rows, room)
+            chunk = Piece(prompt, max(1, min(prompt.unread, rows)))
         return Step(tuple(decode), chunk) if decode or chunk else None
 
     def measured(self, step: Step, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
-        if step.chunk is None:
+        if step.chunk is None or self._unlimited(step.decode):
             return
         factor = max(_SHRINK, min(_GROWTH, self.max_step_s / max(seconds, 1e-6)))
         if step.chunk.rows >= self.chunk_rows or factor < 1:
             size = int(min(step.chunk.rows, self.chunk_rows) * factor)
             self.chunk_rows = max(1, min(size, self._max_rows))
+
+    def _unlimited(self, decode: Collection[Piece]) -> bool:
+        return self._reads_experts and not decode

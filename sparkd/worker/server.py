@@ -167,7 +167,7 @@ class WorkerServer:
         executor = NativeExecutor(
             program, arena, layout, memory, max_rows=STEP_ROWS, threads=threads, isa=isa, stager=self._stager
         )
-        scheduler = Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000)
+        scheduler = Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000, arena.layout.partial)
         engine = Engine(
             executor,
             pool,

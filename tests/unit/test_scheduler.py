@@ -103,3 +103,16 @@ def test_the_stage_of_a_sequence_follows_from_what_was_read() -> None:
     ready = sequence(2, 5, 5)
     assert ready.decoding and ready.unread == 1 and ready.outputs == 1
     assert ready.positions == 15
+
+
+def test_where_experts_are_read_from_the_disk_a_chunk_that_nobody_waits_for_is_as_long_as_it_can_be():
+    scheduler = Scheduler(512, 0.25, reads_experts=True)
+    prompt = sequence(1, 2000, 0)
+    step = scheduler.plan([prompt])
+    assert step.chunk.rows == 512
+    scheduler.measured(step, 30.0)
+    assert scheduler.plan([prompt]).chunk.rows == 512
+    mixed = scheduler.plan([sequence(2, 5, 5), prompt])
+    assert (len(mixed.decode), mixed.chunk.rows) == (1, FIRST_CHUNK)
+    scheduler.measured(mixed, 1.0)
+    assert scheduler.plan([sequence(2, 5, 5), prompt]).chunk.rows < FIRST_CHUNK
