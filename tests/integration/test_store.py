@@ -8,15 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from control import PATIENCE_S, Control, control, settings_for
 
 from sparkd.ipc import internal, messages
+from sparkd.ipc.directory import State
 from sparkd.ipc.internal import ChildFailed, ChildHello, ChildProgress, Ready
 from sparkd.ipc.memory import Region
+from sparkd.ipc.sockets import Channel
 from sparkd.models import build_program
+from sparkd.residency.budget import GIB, Limit, Scope
 from sparkd.store.arena import Arena
 from sparkd.store.layout import core_tensors
 from sparkd.store.plan import make_plan
@@ -229,3 +233,109 @@ def test_the_process_carries_neither_torch_nor_kernels(module):
     unwanted = {"torch", "cupy", "gguf", "tokenizers", "jinja2"}
     assert not unwanted & {name.split(".")[0] for name in loaded}
     assert not [name for name in loaded if name.startswith("sparkd._native")]
+
+
+# ---- a tier smaller than the model ----
+
+LARGE = "laguna-tinyk-s1-f32"
+
+
+@pytest.fixture
+def scarce(model_path, tmp_path):
+    """A model, and a region with room for about half of its experts."""
+    (tmp_path / "models").mkdir()
+    path = Path(shutil.copy(model_path(LARGE), tmp_path / "models" / f"{LARGE}.gguf"))
+    whole = make_plan(settings_for(path), limits=[Limit("enough", 99 * GIB)])
+    half = whole.arena_bytes - whole.records_bytes // 2
+    plan = make_plan(settings_for(path), limits=[Limit("half", half, Scope.ARENA)])
+    assert plan.partial
+    with Region.create(plan.arena_bytes) as region:
+        yield path, region
+
+
+def _bytes(path: Path, region: Region, layer: int, expert: int, slot: int) -> tuple[bytes, bytes]:
+    """What a slot holds, and what the file has of this expert: the first of the three pieces."""
+    arena = Arena.attach(region, build_program)
+    weight = arena.program.expert_layers[layer].gate
+    tensor = arena.model.tensors[weight.tensor]
+    size = weight.rows * tensor.row_bytes
+    with path.open("rb") as file:
+        file.seek(tensor.slice_offset(expert) + weight.first_row * tensor.row_bytes)
+        return bytes(region.view(arena.layout.record(layer, slot), size)), file.read(size)
+
+
+def _absent(region: Region) -> list[list[int]]:
+    directory = Arena.attach(region, build_program).directory
+    every = [(layer, expert) for layer in range(directory.layers) for expert in range(directory.experts)]
+    return [[*record] for record in every if directory.entry(*record).state is not State.RESIDENT]
+
+
+def _stage(worker: Channel, batch: int, use: str, records: list[list[int]]) -> internal.Staged:
+    worker.send(internal.Stage(batch, "", use, records))
+    staged = worker.receive(PATIENCE_S)
+    assert (staged.batch, staged.error) == (batch, None)
+    return staged
+
+
+def test_a_scarce_store_reads_what_is_missed_and_its_successor_nothing_of_what_is_there(link, scarce):
+    path, region = scarce
+    child, name = _ready(link, path, region)
+    ready = link.wait(name, Ready).detail
+    assert 0 < ready["resident"] < ready["records"]
+    assert isinstance(link.wait(name, internal.Tier), internal.Tier)
+    worker = link.channel(link.run_dir.store)
+    worker.send(internal.Attach(0, ""))
+    assert worker.receive(PATIENCE_S).partial
+    for batch, record in enumerate(_absent(region)):
+        staged = _stage(worker, batch, "prefill", [record])
+        there, expected = _bytes(path, region, *record, staged.slots[0])
+        assert there == expected
+        worker.send(internal.Release(staged.lease))
+    worker.send(internal.Stage(99, "", "decode", _absent(region)))
+    assert "the reserve has" in worker.receive(PATIENCE_S).error
+    before = link.status(name)
+    assert (before["resident"], before["uses"]["decode"]["uses"]) == (ready["resident"], 0)
+    assert before["read_bytes"] > 0
+    child.kill()
+    child.wait()
+    _, name = _ready(link, path, region)
+    after = link.status(name)
+    assert (after["bytes_read"], after["resident"]) == (0, before["resident"])
+    worker.close()
+
+
+def test_a_scarce_store_counts_what_was_used_and_heeds_placements(link, scarce):
+    path, region = scarce
+    _, name = _ready(link, path, region)
+    worker = link.channel(link.run_dir.store)
+    worker.send(internal.Attach(0, ""))
+    worker.receive(PATIENCE_S)
+    (layer, expert), *_ = _absent(region)
+    directory = Arena.attach(region, build_program).directory
+    staged = _stage(worker, 1, "decode", [[layer, expert]])
+    bits = 1 << (layer * directory.experts + expert)
+    worker.send(internal.Release(staged.lease))
+    worker.send(internal.Used(1, bits.to_bytes(-(-directory.layers * directory.experts // 8), "little"), b""))
+    _until(link, lambda: link.status(name)["uses"]["decode"] == {"uses": 1, "misses": 1})
+    _until(link, lambda: directory.entry(layer, expert).state is State.RESIDENT)
+    hot = [[] for _ in range(directory.layers)]
+    wanted = _absent(region)[0]
+    hot[wanted[0]] = [wanted[1]]
+    for refused, why in (
+        (internal.Placement(1, "", "device", hot, 0.5, 64.0), "this is 'host'"),
+        (internal.Placement(2, "", "host", hot[1:], 0.5, 64.0), "expert layers, the model has"),
+    ):
+        link.send(name, refused)
+        _until(link, lambda why=why: why in link.status(name)["placement"]["refused"])
+    link.send(name, internal.Placement(3, "", "host", hot, 0.5, 64.0))
+    _until(link, lambda: directory.entry(*wanted).state is State.RESIDENT)
+    _until(link, lambda: link.status(name)["placement"] == {"version": 3, "swaps_left": 0, "refused": ""})
+    assert sum(slab["hot"] for slab in link.status(name)["slabs"]) == 1
+    worker.close()
+
+
+def _until(link: Control, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        link.hear(0.02)

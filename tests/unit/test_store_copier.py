@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from test_store_residents import arena_record, file_record, residents
 from sparkd.errors import ModelFileError, SparkError
 from sparkd.residency.commands import Grant, Refuse
 from sparkd.residency.leases import Use
+from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import SlabSize
 from sparkd.residency.slots import Record
 from sparkd.store import reading
@@ -214,3 +216,55 @@ def test_a_closed_copier_gives_up_what_waits_and_closes_the_files(path, monkeypa
     assert set(results) <= {"a", "b"}
     links = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert path not in links
+
+
+def test_steps_see_whole_records_while_placements_are_swapped_under_them(small):
+    """Threads that copy, one that places and swaps, one that reads step by step whatever the words lead to."""
+    expected = {
+        Record(layer, expert): file_record(small, Record(layer, expert))
+        for layer, records in enumerate(small.arena.layout.layers)
+        for expert in range(records.experts)
+    }
+    small.residents.attach(0)
+    counter = small.arena.directory.step_counter(0)
+    stop = threading.Event()
+    wrong: list[Record] = []
+    steps = 0
+
+    def work() -> None:
+        nonlocal steps
+        while not stop.is_set():
+            with counter:
+                for record, place in residents(small).items():
+                    if arena_record(small, record, place.slot) != expected[record]:
+                        wrong.append(record)
+            steps += 1
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    chance = random.Random(1)
+    swaps = 0
+    woken = threading.Event()
+    small.residents._wake = woken.set
+    layers = small.arena.layout.layers
+    room = {number: slab.size.hot(0.4) for number, slab in enumerate(small.arena.layout.slabs)}
+    for version in range(60):
+        left = dict(room)
+        hot: list[list[int]] = []
+        for records in layers:
+            count = min(left[records.slab], chance.randrange(3))
+            left[records.slab] -= count
+            hot.append(chance.sample(range(records.experts), count))
+        small.residents.place(Placement(version, hot, 0.4))
+        swaps += small.residents.placement().swaps_left
+        begun = steps
+        while small.residents.advance() and small.residents.placement().swaps_left:
+            woken.wait(0.01)
+            woken.clear()
+        while steps < begun + 2:
+            small.residents.advance()
+    stop.set()
+    worker.join(PATIENCE_S)
+    assert wrong == []
+    assert swaps > 200
+    assert small.residents.failure is None
