@@ -87,9 +87,9 @@ def _sockets(given: argparse.Namespace) -> list[socket.socket]:
     made = []
     if given.port is not None:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
-        tcp = socket.socket(family, socket.SOCK_STREAM)
-        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            tcp = socket.socket(family, socket.SOCK_STREAM)
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tcp.bind((given.host, given.port))
         except OSError as error:
             why = f"{given.host} port {given.port}: {error.strerror}"

@@ -32,7 +32,9 @@ def installed(unit: str, tmp_path: Path) -> str:
     return str(tmp_path / unit)
 
 
-@pytest.mark.parametrize(("unit", "options"), [("sparkd.service", []), ("sparkd-user.service", ["--user"])])
+@pytest.mark.parametrize(
+    ("unit", "options"), [("sparkd.service", []), ("sparkd-user.service", ["--user"]), ("sparkd-gateway.service", [])]
+)
 def test_systemd_finds_nothing_to_say_about_the_units(unit: str, options: list[str], tmp_path: Path) -> None:
     path = installed(unit, tmp_path)
     done = run("systemd-analyze", "verify", *options, path, XDG_RUNTIME_DIR=str(tmp_path))
