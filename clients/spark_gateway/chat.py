@@ -93,13 +93,16 @@ def call_of(body: ChatBody, defaults: Mapping[str, Any]) -> Call:
 
 
 def openai_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Tools as the daemon takes them."""
-    if not tools:
-        return None
-    for number, tool in enumerate(tools):
-        if isinstance(tool.get("function"), dict) and tool["function"].get("strict"):
-            raise refused(f"tools.{number}.function.strict", "is not supported: no answer is forced into a schema")
-    return tools
+    """Tools as the daemon takes them; `strict` says what every call is read by anyway, the tool's schema."""
+    made = []
+    for tool in tools or []:
+        function = tool.get("function")
+        if isinstance(function, dict):
+            kept = {name: value for name, value in function.items() if name != "strict"}
+            made.append({**tool, "function": kept})
+        else:
+            made.append(tool)
+    return made or None
 
 
 def choose(call: Call, choice: str | dict[str, Any] | None) -> None:

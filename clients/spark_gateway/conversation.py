@@ -148,8 +148,6 @@ def anthropic_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] 
         known = {"type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict"}
         if unknown := {name for name in tool if tool[name] is not None} - known:
             raise refused(f"{where}.{min(unknown)}", "is not supported")
-        if tool.get("strict"):
-            raise refused(f"{where}.strict", "is not supported: no answer is forced into a schema")
         function = {"name": _string(tool, "name", where), "parameters": tool.get("input_schema", {})}
         if tool.get("description") is not None:
             function["description"] = _string(tool, "description", where)
@@ -241,8 +239,6 @@ def response_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] |
         where = f"tools[{number}]"
         if tool.get("type") != "function":
             raise refused(f"{where}.type", f"{str(tool.get('type'))[:40]!r} is not supported, only 'function'")
-        if tool.get("strict"):
-            raise refused(f"{where}.strict", "is not supported: no answer is forced into a schema")
         inner = {name: value for name, value in tool.items() if name not in ("type", "strict")}
         made.append({"type": "function", "function": inner})
     return made or None

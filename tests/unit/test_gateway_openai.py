@@ -79,6 +79,13 @@ def test_thought_and_calls_are_told_apart_whole_and_in_pieces(client: OpenAI) ->
     assert streamed == [(call.function.name, call.function.arguments) for call in calls]
 
 
+def test_tools_that_ask_for_strictness_are_taken_as_they_are_read(client: OpenAI, house: House) -> None:
+    strict: Any = {**WEATHER, "strict": True}
+    client.chat.completions.create(model="model", messages=TALK, tools=[{"type": "function", "function": strict}])
+    client.responses.create(model="model", input="Hi", tools=[{"type": "function", **strict}])
+    assert [ask.tools for ask in house.daemon.of(m.Generate)] == [TOOLS, TOOLS]
+
+
 def test_one_call_is_enough_where_no_two_are_wanted(client: OpenAI, house: House) -> None:
     answer = client.chat.completions.create(model="model", messages=TALK, tools=TOOLS, parallel_tool_calls=False)  # type: ignore[arg-type]
     assert len(answer.choices[0].message.tool_calls or []) == 1 and answer.choices[0].finish_reason == "tool_calls"
@@ -199,7 +206,6 @@ def test_the_model_and_its_other_names_are_listed(client: OpenAI) -> None:
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"tools": [{"type": "function", "function": {**WEATHER, "strict": True}}]}, "tools.0.function.strict"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_name(client: OpenAI, option: dict[str, Any], named: str) -> None:
