@@ -17,7 +17,7 @@ from sparkd.executors.base import Batch, Segment, StepResult
 from sparkd.executors.check import check_batch, check_experts
 from sparkd.executors.cuda_lowering import MAX_ROWS, Lowering, StateAddresses
 from sparkd.executors.cuda_source import COUNTS, kernel_names, kernel_source
-from sparkd.executors.device import Device, Graph, Stream
+from sparkd.executors.device import Device, Graph, Launch, Stream
 from sparkd.executors.weights import Weights
 from sparkd.gguf.formats import Format
 from sparkd.graph import ops
@@ -128,6 +128,10 @@ class CudaExecutor:
         self._stream.synchronize()
         return out
 
+    def launches(self, count: int) -> list[Launch]:
+        """What a step of at most `count` rows consists of."""
+        return self._lowering.launches(count)
+
     def _run(self, part: _Part, logits: NDArray[np.float32], experts: NDArray[np.int16]) -> None:
         rows = len(part.batch.tokens)
         count = next(count for count in self._counts if count >= rows)
@@ -149,7 +153,7 @@ class CudaExecutor:
 
     def _capture(self, count: int) -> Graph:
         def work(stream: Stream) -> None:
-            for launch in self._lowering.launches(count):
+            for launch in self.launches(count):
                 self._device.launch(stream, launch)
 
         return self._device.capture(work)

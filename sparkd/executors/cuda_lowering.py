@@ -1,7 +1,8 @@
 """What a program becomes on a device: memory for its values, and the launches of a step.
 
-Linear maps of one value share a launch; a norm writes the quantised forms that its readers need. Launches are made for
-a number of rows; rows that a batch does not have are left alone by the kernels.
+`cuda_groups` says which operations share launches; whatever writes a value also writes the quantised forms that its
+readers need, where its kernel can. Launches are made for a number of rows; rows that a batch does not have are left
+alone by the kernels.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparkd.errors import UnsupportedError
+from sparkd.executors.cuda_groups import Group, Heads, Linears, Mixture, Shared, Single, groups_of
 from sparkd.executors.device import Argument, Device, Grid, Launch, Stream
 from sparkd.executors.weights import Weights
 from sparkd.gguf.formats import Arithmetic, Format
 from sparkd.graph import ops
 from sparkd.graph.plan import plan as plan_values
-from sparkd.graph.program import Program
+from sparkd.graph.program import ExpertLayer, Program
 from sparkd.graph.state import PAGE, StateLayout
 
 #: `kMaxRows` in kernels/cuda/device.cuh.
@@ -28,16 +30,26 @@ _MAX_EXPERTS = 1024
 _MAX_HEAD_DIM = 256
 _PAIRS = MAX_ROWS * _MAX_TOP_K
 _GROUPS_BYTES = 4 * (1 + _PAIRS + (_PAIRS + 1) + _PAIRS)
-#: `Task`, `Cache` and `Piece` in the kernels.
+#: `Matrix`, `Task`, `Cache`, `Piece`, `Quantised`, `SharedExpert` and `Layer` in the kernels.
+_MATRIX = np.dtype(
+    [("address", "<u8"), ("type", "<i4"), ("rows", "<i4"), ("columns", "<i4"), ("row_bytes", "<i4")]
+)  # fmt: skip
 _TASK = np.dtype(
-    [("address", "<u8"), ("type", "<i4"), ("rows", "<i4"), ("columns", "<i4"), ("row_bytes", "<i4"), ("out", "<u8"),
-     ("out_width", "<i4"), ("first_block", "<i4")]
+    [("weight", _MATRIX), ("out", "<u8"), ("residual", "<u8"), ("out_width", "<i4"), ("first_block", "<i4")]
 )  # fmt: skip
 _CACHE = np.dtype(
     [("pages", "<u8"), ("table", "<u8"), ("page_bytes", "<i8"), ("k_offset", "<i8"), ("v_offset", "<i8"),
      ("table_width", "<i4"), ("kv_heads", "<i4"), ("head_dim", "<i4"), ("half", "<i4")]
 )  # fmt: skip
 _PIECE = np.dtype([("offset", "<i8"), ("type", "<i4"), ("rows", "<i4"), ("columns", "<i4"), ("row_bytes", "<i4")])
+_SHARED = np.dtype(
+    [("gate", _MATRIX), ("up", _MATRIX), ("down", _MATRIX), ("scalar", _MATRIX), ("inner", "<u8"),
+     ("forms", "<u8", 4), ("out", "<u8"), ("factor", "<u8")]
+)  # fmt: skip
+_LAYER = np.dtype(
+    [("gate", _PIECE), ("up", _PIECE), ("down", _PIECE), ("inner", "<u8"), ("forms", "<u8", 4), ("ranked", "<u8"),
+     ("counters", "<u8"), ("shared", _SHARED)]
+)  # fmt: skip
 
 _Make = Callable[[int], Launch]
 
@@ -112,9 +124,10 @@ class Lowering:
         self._weights = weights
         self._layout = layout
         self._state = state
-        self._program = program = replace(program, ops=tuple(_linear_together(program.ops)))
+        self._program = program
         _check(program)
-        values = plan_values(program, keep)
+        groups = groups_of(program, keep)
+        values = plan_values(program, keep, [group.members for group in groups])
         self._arena = device.allocate(values.width * MAX_ROWS * 4)
         self._offsets = values.offsets
         self._tensors = self._upload_tensors()
@@ -130,7 +143,7 @@ class Lowering:
         self._groups = device.allocate(_GROUPS_BYTES)
         self._scratch = _Scratch(device)
         self._begin()
-        for group in _launched_together(program.ops):
+        for group in groups:
             self._lower(group)
 
     def address(self, value: ops.Value) -> int:
@@ -178,6 +191,11 @@ class Lowering:
         row_bytes = format.row_bytes(weight.columns)
         return address + weight.first_row * row_bytes, format, row_bytes
 
+    def _matrix(self, weight: ops.Weight) -> tuple[int, int, int, int, int]:
+        """A weight as `_MATRIX`."""
+        address, format, row_bytes = self._weight(weight)
+        return address, format.id, weight.rows, weight.columns, row_bytes
+
     def _vector(self, weight: ops.Weight) -> int:
         address, format, _ = self._weight(weight)
         if format.name != "F32":
@@ -218,17 +236,20 @@ class Lowering:
         shared: int = 0,
         batch: bool = True,
         axis: int | None = 1,
+        more: int = 0,
         sized: bool = False,
         first: bool = False,
     ) -> None:
-        """Add a launch: `grid[axis]` is for one row. `sized`: the kernel's name ends with the number of rows.
+        """Add a launch: `grid[axis]` is for one row, `more` is added to it.
+
+        `sized`: the kernel's name ends with the number of rows.
 
         `first`: before all others. `batch`: the kernel takes the batch before its other arguments.
         """
         given = (self._state.batch, *arguments) if batch else arguments
 
         def make(count: int) -> Launch:
-            sides = tuple(side * count if number == axis else side for number, side in enumerate(grid))
+            sides = [side * count + more if number == axis else side for number, side in enumerate(grid)]
             return Launch(
                 f"{kernel}_{count}" if sized else kernel, (sides[0], sides[1], sides[2]), block, given, shared
             )
@@ -254,26 +275,38 @@ class Lowering:
             raise UnsupportedError(f"{value.name} is multiplied with a type that sparkd cannot compute")
         return {need for need in needs if need is not None}
 
+    def _new_forms(self, value: ops.Value) -> Forms:
+        """Memory for the forms that readers of a value need, for the kernel that writes it."""
+        forms = self._make_forms(value, self.address(value), MAX_ROWS, self._needs(value))
+        self._forms[value] = forms
+        return forms
+
     def _inputs(self, value: ops.Value) -> Forms:
         """The forms of a value, quantised now unless whoever wrote it did so."""
         if value not in self._forms:
-            address = self.address(value)
-            forms = self._make_forms(value, address, MAX_ROWS, self._needs(value))
-            self._forms[value] = forms
+            forms = self._new_forms(value)
             if forms.q256 or forms.q32:
                 grid = -(-value.width // 256)
                 self._emit(
-                    "quantise", (grid, 1, 1), 256, self._state.batch, address, i32(value.width),
+                    "quantise", (grid, 1, 1), 256, self._state.batch, forms.x, i32(value.width),
                     *forms.arguments[1:], batch=False,
                 )  # fmt: skip
         return self._forms[value]
 
-    def _lower(self, group: list[ops.Op]) -> None:
+    def _lower(self, group: Group) -> None:
+        match group:
+            case Single():
+                self._single(group.op)
+            case Linears():
+                self._linears(group)
+            case Heads():
+                self._heads(group)
+            case Mixture():
+                self._experts(group.experts, group)
+
+    def _single(self, op: ops.Op) -> None:
         at = self.address
-        op = group[0]
         match op:
-            case ops.Linear():
-                self._linear([member for member in group if isinstance(member, ops.Linear)])
             case ops.Embed():
                 address, format, row_bytes = self._weight(op.weight)
                 self._emit(
@@ -281,8 +314,7 @@ class Lowering:
                     at(op.out),
                 )  # fmt: skip
             case ops.RmsNorm():
-                forms = self._make_forms(op.out, at(op.out), MAX_ROWS, self._needs(op.out))
-                self._forms[op.out] = forms
+                forms = self._new_forms(op.out)
                 self._emit(
                     "rms_norm", (1, 1, 1), 256, at(op.x), self._vector(op.weight), at(op.out),
                     i32(op.out.width), np.float32(op.eps), *forms.arguments[1:], axis=0,
@@ -300,7 +332,12 @@ class Lowering:
                     i32(op.head_dim), i32(len(op.table.inv_freq)), cosine, sine,
                 )  # fmt: skip
             case ops.Attention():
-                self._attention(op)
+                self._emit("write_kv", (op.kv_heads, 1, 1), 32, at(op.k), at(op.v), self._caches, i32(op.cache))
+                partials, pages = self._attend(op)
+                self._emit(
+                    "merge_pages", (op.heads, 1, 1), 128, partials, i32(op.window), i32(pages), i32(op.head_dim),
+                    at(op.out),
+                )  # fmt: skip
             case ops.OutputGate():
                 self._emit(
                     "output_gate", spans_of(op.out), 256, at(op.x), at(op.gate), at(op.out),
@@ -320,14 +357,18 @@ class Lowering:
                     *self._record(self._layout.delta_offsets[op.state]), shared=2 * op.head_dim * 4,
                 )  # fmt: skip
             case ops.GatedRmsNorm():
+                together = _span_heads(op.heads, op.head_dim)
+                forms = self._new_forms(op.out) if together else Forms(at(op.out))
+                heads = together or 1
                 self._emit(
-                    "gated_rms_norm", (op.heads, 1, 1), 32, at(op.x), at(op.gate),
+                    "gated_rms_norm", (op.heads // heads, 1, 1), 32 * heads, at(op.x), at(op.gate),
                     self._vector(op.weight), at(op.out), i32(op.heads), i32(op.head_dim), np.float32(op.eps),
+                    *forms.arguments[1:],
                 )  # fmt: skip
             case ops.Route():
                 self._route(op)
             case ops.Experts():
-                self._experts(op)
+                self._experts(op, None)
             case ops.SwiGlu():
                 self._emit("swiglu", spans_of(op.out), 256, at(op.gate), at(op.up), at(op.out), i32(op.out.width))
             case ops.Add():
@@ -344,96 +385,143 @@ class Lowering:
     def _record(self, offset: int) -> tuple[Argument, ...]:
         return self._state.records, np.int64(self._layout.record_bytes // 4), np.int64(offset // 4)
 
-    def _linear(self, members: list[ops.Linear]) -> None:
-        forms = self._inputs(members[0].x)
-        tasks = np.zeros(len(members), _TASK)
+    def _linears(self, group: Linears) -> None:
+        forms = self._inputs(group.maps[0].x)
+        tasks = np.zeros(len(group.maps), _TASK)
         grid = 0
-        for task, op in zip(tasks, members, strict=True):
-            address, format, row_bytes = self._weight(op.weight)
-            task["address"], task["type"], task["row_bytes"] = address, format.id, row_bytes
-            task["rows"], task["columns"] = op.weight.rows, op.weight.columns
-            task["out"], task["out_width"], task["first_block"] = self.address(op.out), op.out.width, grid
+        for number, op in enumerate(group.maps):
+            add = group.adds.get(number)
+            out, residual = op.out, 0
+            if add is not None:
+                out, residual = add.out, self.address(add.y if add.x == op.out else add.x)
+            tasks[number] = (self._matrix(op.weight), self.address(out), residual, out.width, grid)
             grid += blocks(op.weight.rows, op.weight.columns)
         self._emit(
-            "linear", (grid, 1, 1), 32 * _WARPS, self._put(tasks), i32(len(members)), *forms.arguments,
+            "linear", (grid, 1, 1), 32 * _WARPS, self._put(tasks), i32(len(tasks)), *forms.arguments,
             sized=True, axis=None,
         )  # fmt: skip
 
-    def _attention(self, op: ops.Attention) -> None:
-        at, window = self.address, op.window
+    def _heads(self, group: Heads) -> None:
+        at, op, gate = self.address, group.attention, group.gate
+        q, k = group.q_norm, group.k_norm
+        cosine, sine = self._table(group.q_rope.table)
+        self._emit(
+            "prepare_heads", (op.heads + 2 * op.kv_heads, 1, 1), 32, at(q.x), at(k.x), at(op.v),
+            self._vector(q.weight), self._vector(k.weight), at(op.q), self._caches, i32(op.cache), i32(op.heads),
+            i32(q.x.width), i32(q.stride), i32(q.offset), i32(k.x.width), i32(k.stride), i32(k.offset),
+            np.float32(q.eps), i32(len(group.q_rope.table.inv_freq)), cosine, sine, shared=4 * op.head_dim,
+        )  # fmt: skip
+        partials, pages = self._attend(op)
+        together = _span_heads(op.heads, op.head_dim)
+        forms = self._new_forms(gate.out) if together else Forms(at(gate.out))
+        heads = together or 1
+        self._emit(
+            "merge_and_gate", (op.heads // heads, 1, 1), 256, partials, i32(op.window), i32(pages), i32(op.head_dim),
+            i32(op.heads), i32(heads), at(gate.gate), i32(gate.gate.width), i32(gate.function is ops.Gate.SOFTPLUS),
+            i32(gate.per_head), i32(gate.stride), i32(gate.offset), at(gate.out), *forms.arguments[1:],
+        )  # fmt: skip
+
+    def _attend(self, op: ops.Attention) -> tuple[int, int]:
+        """Every page by itself: where the results lie, and how many pages each row and head has room for."""
         positions = min(self._program.context, self._state.table_width * PAGE)
         pages = -(-positions // PAGE)
-        if window:
-            pages = min(pages, -(-(window - 1) // PAGE) + 1)
+        if op.window:
+            pages = min(pages, -(-(op.window - 1) // PAGE) + 1)
         group = op.heads // op.kv_heads
-        self._emit("write_kv", (op.kv_heads, 1, 1), 32, at(op.k), at(op.v), self._caches, i32(op.cache))
         partials = self._scratch.floats(MAX_ROWS * op.heads * pages * (op.head_dim + 2))
         words = op.head_dim * self._layout.kv_bytes // 4
         self._emit(
-            "attend_pages", (op.kv_heads, pages, 1), 32 * group, at(op.q), self._caches, i32(op.cache),
-            i32(window), np.float32(op.scale), i32(pages), partials,
+            "attend_pages", (op.kv_heads, pages, 1), 32 * group, self.address(op.q), self._caches, i32(op.cache),
+            i32(op.window), np.float32(op.scale), i32(pages), partials,
             shared=4 * (group * op.head_dim + 32 * (words + 1)), axis=2,
         )  # fmt: skip
-        self._emit(
-            "merge_pages", (op.heads, 1, 1), 128, partials, i32(window), i32(pages), i32(op.head_dim),
-            at(op.out),
-        )  # fmt: skip
+        return partials, pages
 
     def _route(self, op: ops.Route) -> None:
         top_k = op.out.top_k
-        address, format, row_bytes = self._weight(op.weight)
         logits = self._device.allocate(MAX_ROWS * op.experts * 4)
         choice = Choice(self._device.allocate(MAX_ROWS * top_k * 4), self._device.allocate(MAX_ROWS * top_k * 4), top_k)
         self._chosen[op.out] = choice
         self.choices.append(choice)
-        task = np.array([(address, format.id, op.experts, op.weight.columns, row_bytes, logits, op.experts, 0)], _TASK)
-        grid = blocks(op.experts, op.weight.columns)
-        self._emit(
-            "linear", (grid, 1, 1), 32 * _WARPS, self._put(task), i32(1), *self._inputs(op.x).arguments,
-            sized=True, axis=None,
-        )  # fmt: skip
+        address, *numbers = self._matrix(op.weight)
         bias = 0 if op.bias is None else self._vector(op.bias)
         self._emit(
-            "route", (1, 1, 1), 32, logits, bias, i32(op.experts), i32(top_k),
-            i32(op.function is ops.Router.SIGMOID), np.float32(op.scale), choice.address, choice.weights, axis=0,
+            "route", (blocks(op.experts, op.weight.columns), 1, 1), 32 * _WARPS, address, *map(i32, numbers),
+            *self._inputs(op.x).arguments, logits, self._zeros(4), bias, i32(top_k),
+            i32(op.function is ops.Router.SIGMOID), np.float32(op.scale), choice.address, choice.weights, self._groups,
+            shared=_WARPS * 2 * op.experts * 4, axis=None, sized=True,
         )  # fmt: skip
 
-    def _experts(self, op: ops.Experts) -> None:
+    def _experts(self, op: ops.Experts, mixture: Mixture | None) -> None:
+        """Routed experts; with the shared one, the sums and the norm that follow, where they form a group."""
         layer = self._program.expert_layers[op.layer]
-        choice = self._chosen[op.routing]
-        top_k, table = choice.top_k, self.record_tables[op.layer]
-        pieces = np.zeros(3, _PIECE)
-        placed = zip(pieces, self._weights.pieces(op.layer), (layer.gate, layer.up, layer.down), strict=True)
-        for row, piece, weight in placed:
-            row["offset"], row["type"], row["rows"] = piece.offset, piece.format.id, weight.rows
-            row["columns"], row["row_bytes"] = weight.columns, piece.format.row_bytes(weight.columns)
-        address = self._put(pieces)
-        hidden = ops.Value("inner", layer.gate.rows)
-        down = self._weights.pieces(op.layer)[2].format.arithmetic
-        assert down is not None
-        inner = self._make_forms(hidden, self._device.allocate(_pairs(top_k) * hidden.width * 4), _pairs(top_k), {down})
-        ranked = self._scratch.floats(_pairs(top_k) * op.out.width)
-        self._emit("group", (1, 1, 1), _PAIRS, choice.address, i32(top_k), self._groups, axis=None)
-        grid = blocks(layer.gate.rows, layer.gate.columns)
+        choice, table = self._chosen[op.routing], self.record_tables[op.layer]
+        top_k = choice.top_k
+        row = np.zeros(1, _LAYER)
+        pieces = zip(("gate", "up", "down"), self._weights.pieces(op.layer), _matrices(layer), strict=True)
+        for name, piece, weight in pieces:
+            row_bytes = piece.format.row_bytes(weight.columns)
+            row[name] = (piece.offset, piece.format.id, weight.rows, weight.columns, row_bytes)
+        down = self._weights.pieces(op.layer)[2].format
+        inner = self._inner(layer.gate.rows, _pairs(top_k), down)
+        row["inner"], row["forms"] = inner.x, inner.arguments[1:]
+        row["ranked"] = ranked = self._scratch.floats(_pairs(top_k) * op.out.width)
+        spans = -(-layer.gate.rows // 256)
+        shared = None if mixture is None else mixture.shared
+        shared_spans = 0 if shared is None else -(-shared.gate.out.width // 256)
+        row["counters"] = self._zeros(4 * (_PAIRS * spans + shared_spans))
+        gate_blocks = blocks(layer.gate.rows, layer.gate.columns)
+        down_blocks = blocks(layer.down.rows, layer.down.columns)
+        if shared is not None:
+            self._shared_expert(row["shared"], shared)
+            gate_blocks = max(gate_blocks, blocks(shared.gate.weight.rows, shared.gate.weight.columns))
+            down_blocks = max(down_blocks, blocks(shared.down.weight.rows, shared.down.weight.columns))
+        address = self._put(row)
         self._emit(
-            "gate_up", (grid, top_k, 1), 32 * _WARPS, self._groups, table, address, i32(top_k),
-            *self._inputs(op.x).arguments, inner.x, batch=False, sized=True,
+            "gate_up", (gate_blocks, top_k, 1), 32 * _WARPS, self._groups, table, address, i32(top_k),
+            *self._inputs(op.x).arguments, more=2, sized=True,
         )  # fmt: skip
-        if inner.q256 or inner.q32:
-            spans = -(-hidden.width // 256)
+        self._emit("down", (down_blocks, top_k, 1), 32 * _WARPS, self._groups, table, address, more=1, sized=True)
+        if mixture is None:
             self._emit(
-                "quantise", (spans, top_k, 1), 256, 0, inner.x, i32(hidden.width), *inner.arguments[1:],
-                batch=False,
+                "weighted_sum", spans_of(op.out), 256, ranked, choice.weights, i32(top_k), i32(op.out.width),
+                self.address(op.out),
             )  # fmt: skip
-        down_grid = blocks(layer.down.rows, layer.down.columns)
+            return
+        assert shared is not None
+        last, norm = mixture.residual, mixture.norm
+        residual = last.y if last.x == mixture.both.out else last.x
+        softly = shared.gated is not None and shared.gated.function is ops.Gate.SOFTPLUS
+        factor = 0 if shared.scalar is None else int(row["shared"]["factor"][0])
         self._emit(
-            "down", (down_grid, top_k, 1), 32 * _WARPS, self._groups, table, address, *inner.arguments,
-            ranked, batch=False, sized=True,
+            "mixture_sum", (1, 1, 1), 256, ranked, choice.weights, i32(top_k), i32(op.out.width),
+            int(row["shared"]["out"][0]), factor, i32(softly), self.address(residual), self.address(last.out),
+            self._vector(norm.weight), np.float32(norm.eps), self.address(norm.out),
+            *self._new_forms(norm.out).arguments[1:], axis=0,
         )  # fmt: skip
-        self._emit(
-            "weighted_sum", spans_of(op.out), 256, ranked, choice.weights, i32(top_k),
-            i32(op.out.width), self.address(op.out),
-        )  # fmt: skip
+
+    def _shared_expert(self, row: np.ndarray, shared: Shared) -> None:
+        """Fill `_SHARED`."""
+        width = shared.gate.out.width
+        for name, op in (("gate", shared.gate), ("up", shared.up), ("down", shared.down), ("scalar", shared.scalar)):
+            if op is not None:
+                row[name] = self._matrix(op.weight)
+        inner = self._inner(width, MAX_ROWS, self._tensors[shared.down.weight.tensor][1])
+        row["inner"], row["forms"] = inner.x, inner.arguments[1:]
+        row["out"] = self._device.allocate(MAX_ROWS * shared.down.out.width * 4)
+        row["factor"] = self._device.allocate(MAX_ROWS * 4)
+
+    def _inner(self, width: int, rows: int, down: Format) -> Forms:
+        """Memory for inner rows of experts in the forms that `down` is multiplied with."""
+        assert down.arithmetic is not None
+        return self._make_forms(
+            ops.Value("inner", width), self._device.allocate(rows * width * 4), rows, {down.arithmetic}
+        )
+
+    def _zeros(self, size: int) -> int:
+        address = self._device.allocate(size)
+        self._device.zero(self._stream, address, size)
+        return address
 
 
 class _Scratch:
@@ -463,34 +551,14 @@ def _core_weights(program: Program) -> Iterator[ops.Weight]:
                 yield weight
 
 
-def _linear_together(operations: tuple[ops.Op, ...]) -> Iterator[ops.Op]:
-    """The same operations, each linear map right after the first one of its value."""
-    moved: set[int] = set()
-    for index, op in enumerate(operations):
-        if index in moved:
-            continue
-        yield op
-        if isinstance(op, ops.Linear):
-            for later in range(index + 1, len(operations)):
-                other = operations[later]
-                if isinstance(other, ops.Linear) and other.x == op.x:
-                    moved.add(later)
-                    yield other
+def _matrices(layer: ExpertLayer) -> tuple[ops.Weight, ops.Weight, ops.Weight]:
+    return layer.gate, layer.up, layer.down
 
 
-def _launched_together(operations: tuple[ops.Op, ...]) -> Iterator[list[ops.Op]]:
-    """Linear maps of one value that follow each other form a group; every other operation is one by itself."""
-    group: list[ops.Op] = []
-    for op in operations:
-        last = group[-1] if group else None
-        if isinstance(op, ops.Linear) and isinstance(last, ops.Linear) and op.x == last.x:
-            group.append(op)
-            continue
-        if group:
-            yield group
-        group = [op]
-    if group:
-        yield group
+def _span_heads(heads: int, head_dim: int) -> int:
+    """Heads that fill a span of 256 elements, a warp at least for each; 0: none do."""
+    together = 256 // head_dim if 32 <= head_dim <= 256 and 256 % head_dim == 0 else 0
+    return together if together and heads % together == 0 else 0
 
 
 def _check(program: Program) -> None:

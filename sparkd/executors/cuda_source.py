@@ -19,11 +19,11 @@ TYPES = frozenset(
 )  # fmt: skip
 #: Numbers of rows that there are kernels for: a step runs in the smallest that holds it.
 COUNTS = (1, 2, 4, 8)
-_SIZED = ("linear", "logits", "gate_up", "down")
+_SIZED = ("linear", "logits", "route", "gate_up", "down")
 _KERNELS = (
     "angles", "add", "attend_pages", "begin_sequences", "causal_conv", "embed", "gated_delta", "gated_rms_norm",
-    "group", "merge_pages", "output_gate", "qk_norm", "quantise", "rms_norm", "rope", "route", "swiglu",
-    "weighted_sum", "write_kv",
+    "merge_and_gate", "merge_pages", "mixture_sum", "output_gate", "prepare_heads", "qk_norm", "quantise", "rms_norm",
+    "rope", "swiglu", "weighted_sum", "write_kv",
 )  # fmt: skip
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _GUARD = "#pragma once\n"

@@ -6,7 +6,7 @@ Sizes are float32 numbers per row. A step of at most `r` rows needs an arena of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from sparkd.graph.ops import Op, Value
@@ -45,14 +45,19 @@ def written(op: Op) -> Value | None:
     return out if isinstance(out, Value) else None
 
 
-def lifetimes(program: Program, keep: Collection[Value] = ()) -> tuple[Lifetime, ...]:
+def lifetimes(
+    program: Program, keep: Collection[Value] = (), groups: Sequence[Sequence[Op]] | None = None
+) -> tuple[Lifetime, ...]:
     """Lifetime of every value, in order of writing; values in `keep` live to the end of the step.
+
+    `groups`: operations that run together, and so count as one; by default each is a group of its own.
 
     Raises ValueError for a value that is read before it is written, written twice, or kept but never written.
     """
     first: dict[Value, int] = {}
     last: dict[Value, int] = {}
-    for index, op in enumerate(program.ops):
+    groups = [(op,) for op in program.ops] if groups is None else groups
+    for index, op in ((index, op) for index, group in enumerate(groups) for op in group):
         for value in reads(op):
             if value not in first:
                 raise ValueError(f"operation {index} reads {value.name} before any operation writes it")
@@ -65,16 +70,16 @@ def lifetimes(program: Program, keep: Collection[Value] = ()) -> tuple[Lifetime,
     for value in keep:
         if value not in first:
             raise ValueError(f"{value.name} is to be kept, but no operation writes it")
-        last[value] = len(program.ops)
+        last[value] = len(groups)
     return tuple(Lifetime(value, start, last[value]) for value, start in first.items())
 
 
-def plan(program: Program, keep: Collection[Value] = ()) -> Plan:
-    """Place every value at the lowest offset that no value living at the same time occupies."""
+def plan(program: Program, keep: Collection[Value] = (), groups: Sequence[Sequence[Op]] | None = None) -> Plan:
+    """Place every value at the lowest offset that no value living at the same time occupies (`lifetimes`)."""
     offsets: dict[Value, int] = {}
     live: list[tuple[int, int, int]] = []  # offset, end, last reader; by offset
     width = 0
-    for life in lifetimes(program, keep):
+    for life in lifetimes(program, keep, groups):
         live = [place for place in live if place[2] >= life.first]
         size = -(-life.value.width // ALIGNMENT) * ALIGNMENT
         offset = 0

@@ -16,6 +16,12 @@ struct Cache {
     int32_t table_width, kv_heads, head_dim, half;
 
     __device__ int64_t row_bytes() const { return head_dim * (half ? 2 : 4); }
+    __device__ void store(uint8_t* rows, int64_t i, float value) const {
+        if (half)
+            reinterpret_cast<uint16_t*>(rows)[i] = f32_to_f16(value);
+        else
+            reinterpret_cast<float*>(rows)[i] = value;
+    }
     // K or V of KV head `head` on page `number` of a segment, position 0 of the page.
     __device__ uint8_t* rows(int segment, int number, int head, int64_t offset) const {
         return pages + table[segment * table_width + number] * page_bytes + offset + head * kPagePositions * row_bytes();
@@ -43,14 +49,59 @@ extern "C" __global__ void write_kv(const Batch* batch, const float* k, const fl
     uint8_t* k_rows = c.rows(segment, position / kPagePositions, head, c.k_offset);
     uint8_t* v_rows = c.rows(segment, position / kPagePositions, head, c.v_offset);
     for (int i = lane_id(); i < c.head_dim; i += 32) {
-        if (c.half) {
-            reinterpret_cast<uint16_t*>(k_rows)[to + i] = f32_to_f16(k[from + i]);
-            reinterpret_cast<uint16_t*>(v_rows)[to + i] = f32_to_f16(v[from + i]);
-        } else {
-            reinterpret_cast<float*>(k_rows)[to + i] = k[from + i];
-            reinterpret_cast<float*>(v_rows)[to + i] = v[from + i];
-        }
+        c.store(k_rows, to + i, k[from + i]);
+        c.store(v_rows, to + i, v[from + i]);
     }
+}
+
+// Everything between the projections and attention: the norm and rotation of each head of q (to q_out), the same for k,
+// rounded into the cache, and v into the cache. Heads of q, then of k and of v; head h of q and k begins at `offset` +
+// h * `stride` of its row. grid (heads + 2 x kv heads, rows), block 32; dynamic shared memory: one head.
+extern "C" __global__ void prepare_heads(const Batch* batch, const float* q, const float* k, const float* v,
+                                         const float* q_weight, const float* k_weight, float* q_out, const Cache* caches,
+                                         int cache, int heads, int q_width, int q_stride, int q_offset, int k_width,
+                                         int k_stride, int k_offset, float eps, int pairs, const float* cosine,
+                                         const float* sine) {
+    SPARK_DYNAMIC_SHARED(float, normed);
+    const Cache c = caches[cache];
+    const int row = static_cast<int>(blockIdx.y);
+    if (row >= batch->rows) return;
+    const int n = c.head_dim;
+    int head = static_cast<int>(blockIdx.x);
+    const int position = batch->position[row];
+    const int segment = batch->segment_of[row];
+    const int64_t place = static_cast<int64_t>(position % kPagePositions) * n;
+    if (head >= heads + c.kv_heads) {
+        head -= heads + c.kv_heads;
+        const float* from = v + (static_cast<int64_t>(row) * c.kv_heads + head) * n;
+        uint8_t* to = c.rows(segment, position / kPagePositions, head, c.v_offset);
+        for (int i = lane_id(); i < n; i += 32) c.store(to, place + i, from[i]);
+        return;
+    }
+    const bool is_q = head < heads;
+    if (!is_q) head -= heads;
+    const float* from = is_q ? q + static_cast<int64_t>(row) * q_width + q_offset + head * q_stride
+                             : k + static_cast<int64_t>(row) * k_width + k_offset + head * k_stride;
+    const float* weight = is_q ? q_weight : k_weight;
+    const float factor = 1.0f / square_root(warp_dot32(from, from, n) / static_cast<float>(n) + eps);
+    for (int i = lane_id(); i < n; i += 32) normed[i] = (from[i] * factor) * weight[i];
+    __syncwarp();
+    float* out = q_out + (static_cast<int64_t>(row) * heads + head) * n;
+    uint8_t* to = c.rows(segment, position / kPagePositions, is_q ? 0 : head, c.k_offset);
+    const auto put = [&](int i, float value) {
+        if (is_q)
+            out[i] = value;
+        else
+            c.store(to, place + i, value);
+    };
+    for (int i = lane_id(); i < pairs; i += 32) {
+        float a = normed[i];
+        float b = normed[pairs + i];
+        rotate(a, b, cosine[row * pairs + i], sine[row * pairs + i]);
+        put(i, a);
+        put(pairs + i, b);
+    }
+    for (int i = 2 * pairs + lane_id(); i < n; i += 32) put(i, normed[i]);
 }
 
 // dot32 in one lane: `q` and `row` in shared memory.
@@ -158,19 +209,12 @@ struct Partial {
     __device__ void merge_with(const Partial& later) { merge(m, l, o, later.m, later.l, later.o, kLaneDims); }
 };
 
-// Merges the pages of each row and head: groups side by side, then in order. grid (heads, rows), block 32 x warps.
-extern "C" __global__ void merge_pages(const Batch* batch, float* partials, int window, int pages, int n, float* out) {
-    const int row = static_cast<int>(blockIdx.y);
-    if (row >= batch->rows) return;
-    const int warps = static_cast<int>(blockDim.x / 32u);
-    const int position = batch->position[row];
-    const int first = first_page(position, window);
-    const int last = position / kPagePositions;
-    const int64_t head = static_cast<int64_t>(row) * gridDim.x + blockIdx.x;
-    float* memory = partials + head * pages * (n + 2);
+// Merges the pages of one head of a row and leaves the result in `out`: groups side by side by `warps` warps, of which
+// this is number `warp`, then in order by the first. Every warp of the block calls this with the same page numbers.
+__device__ inline void merge_head(float* memory, int first, int last, int n, int warp, int warps, float* out) {
     const auto place = [&](int page) { return memory + static_cast<int64_t>(page - first) * (n + 2); };
     Partial all, next;
-    for (int group = first / kGroupPages + warp_id(); group <= last / kGroupPages; group += warps) {
+    for (int group = first / kGroupPages + warp; group <= last / kGroupPages; group += warps) {
         const int begin = group * kGroupPages > first ? group * kGroupPages : first;
         const int end = (group + 1) * kGroupPages - 1 < last ? (group + 1) * kGroupPages - 1 : last;
         all.load(place(begin), n);
@@ -189,7 +233,7 @@ extern "C" __global__ void merge_pages(const Batch* batch, float* partials, int 
             if (32 * d + lane_id() < n) result[2 + 32 * d + lane_id()] = all.o[d];
     }
     __syncthreads();
-    if (warp_id() != 0) return;
+    if (warp != 0) return;
     all.load(place(first), n);
     for (int group = first / kGroupPages + 1; group <= last / kGroupPages; ++group) {
         next.load(place(group * kGroupPages), n);
@@ -197,7 +241,44 @@ extern "C" __global__ void merge_pages(const Batch* batch, float* partials, int 
     }
     const float inverse = 1.0f / all.l;
     for (int d = 0; d < kLaneDims; ++d)
-        if (32 * d + lane_id() < n) out[head * n + 32 * d + lane_id()] = all.o[d] * inverse;
+        if (32 * d + lane_id() < n) out[32 * d + lane_id()] = all.o[d] * inverse;
+}
+
+// Merges the pages of each row and head. grid (heads, rows), block 32 x warps.
+extern "C" __global__ void merge_pages(const Batch* batch, float* partials, int window, int pages, int n, float* out) {
+    const int row = static_cast<int>(blockIdx.y);
+    if (row >= batch->rows) return;
+    const int position = batch->position[row];
+    const int64_t head = static_cast<int64_t>(row) * gridDim.x + blockIdx.x;
+    merge_head(partials + head * pages * (n + 2), first_page(position, window), position / kPagePositions, n, warp_id(),
+               static_cast<int>(blockDim.x / 32u), out + head * n);
+}
+
+// The same, then the gate of each head's result (`per_head`: one number for all of it) and the quantised forms, whose
+// spans of 256 elements are `together` heads. grid (heads / together, rows), block 256: the warps share the heads.
+extern "C" __global__ void merge_and_gate(const Batch* batch, float* partials, int window, int pages, int n, int heads,
+                                          int together, const float* gate, int gate_width, int softly, int per_head,
+                                          int stride, int offset, float* out, int8_t* q256, float* a256, int8_t* q32,
+                                          float* a32) {
+    const int row = static_cast<int>(blockIdx.y);
+    if (row >= batch->rows) return;
+    const int position = batch->position[row];
+    const int first = static_cast<int>(blockIdx.x) * together;
+    const int warps = static_cast<int>(blockDim.x / 32u) / together;
+    const int head = first + warp_id() / warps;
+    const int64_t number = static_cast<int64_t>(row) * heads + head;
+    merge_head(partials + number * pages * (n + 2), first_page(position, window), position / kPagePositions, n,
+               warp_id() % warps, warps, out + number * n);
+    __syncthreads();
+    const int64_t span = (static_cast<int64_t>(row) * heads + first) * n;
+    for (int i = static_cast<int>(threadIdx.x); i < together * n; i += static_cast<int>(blockDim.x)) {
+        const float g = gate[static_cast<int64_t>(row) * gate_width + offset + (first + i / n) * stride + (per_head ? 0 : i % n)];
+        out[span + i] = out[span + i] * (softly ? softplus(g) : sigmoid(g));
+    }
+    const Quantised forms = {q256, a256, q32, a32};
+    if (!forms.wanted()) return;
+    __syncthreads();
+    quantise_block(out + span, together * n, forms.at(span));
 }
 
 }  // namespace spark

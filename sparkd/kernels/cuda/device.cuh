@@ -67,9 +67,6 @@ __device__ inline float warp_dot32(const float* x, const float* w, int n) {
     return warp_tree(partial);
 }
 
-// Quantises 256 elements by a block of 256 threads, one each: `value` is that of element `threadIdx.x`, and lanes of the
-// first `count` elements take part (a multiple of 32). Writes the form of 256 (count 256 only) and that of 32; a null
-// pointer: that form is not wanted. `shared` has 8 words. Every thread of the block calls this.
 __device__ inline int8_t quantised(float value, uint32_t largest, float* a) {
     const bool finite = largest < 0x7f800000u;
     if (!finite || largest < 0x0f800000u) {
@@ -83,23 +80,62 @@ __device__ inline int8_t quantised(float value, uint32_t largest, float* a) {
     return static_cast<int8_t>(static_cast<int32_t>(round_even(v)));
 }
 
-__device__ inline void quantise_span(float value, int count, int8_t* q256, float* a256, int8_t* q32, float* a32,
-                                     uint32_t* shared) {
-    const int e = static_cast<int>(threadIdx.x);
-    const uint32_t largest = warp_largest(bits_of(value) & 0x7fffffffu);
-    float a;
-    if (q32 != nullptr && e < count) {
-        q32[e] = quantised(value, largest, &a);
-        if (e % 32 == 0) a32[e / 32] = a;
+// Where a quantised row goes: forms with one factor per 256 and per 32 elements; null: that form is not wanted.
+struct Quantised {
+    int8_t* q256;
+    float* a256;
+    int8_t* q32;
+    float* a32;
+
+    __device__ bool wanted() const { return q256 != nullptr || q32 != nullptr; }
+    // From element `first` of all rows on, a multiple of 32 (of 256 for that form).
+    __device__ Quantised at(int64_t first) const {
+        return {q256 == nullptr ? nullptr : q256 + first, a256 == nullptr ? nullptr : a256 + first / 256,
+                q32 == nullptr ? nullptr : q32 + first, a32 == nullptr ? nullptr : a32 + first / 32};
     }
-    if (q256 == nullptr) return;
-    if (e % 32 == 0) shared[e / 32] = largest;
+};
+
+// Quantises `count` elements by a block, whose threads all call this: at most 256, a multiple of 32; 256 for the form of
+// 256. `x` may have been written by other threads of the block before a barrier, or by other blocks before a fence.
+__device__ inline void quantise_block(const float* x, int count, Quantised out) {
+    __shared__ uint32_t largest[8];
+    const int warps = static_cast<int>(blockDim.x / 32u);
+    const int lane = lane_id();
+    float a;
+    for (int sub = warp_id(); sub < count / 32; sub += warps) {
+        const float value = __ldcg(x + 32 * sub + lane);
+        const uint32_t most = warp_largest(bits_of(value) & 0x7fffffffu);
+        if (lane == 0) largest[sub] = most;
+        if (out.q32 == nullptr) continue;
+        out.q32[32 * sub + lane] = quantised(value, most, &a);
+        if (lane == 0) out.a32[sub] = a;
+    }
+    if (out.q256 == nullptr) return;
     __syncthreads();
     uint32_t all = 0;
-    for (int i = 0; i < 8; ++i) all = shared[i] > all ? shared[i] : all;
-    q256[e] = quantised(value, all, &a);
-    if (e == 0) a256[0] = a;
+    for (int i = 0; i < 8; ++i) all = largest[i] > all ? largest[i] : all;
+    for (int sub = warp_id(); sub < 8; sub += warps)
+        out.q256[32 * sub + lane] = quantised(__ldcg(x + 32 * sub + lane), all, &a);
+    if (threadIdx.x == 0) {
+        quantised(0.0f, all, &a);
+        out.a256[0] = a;
+    }
     __syncthreads();
+}
+
+// Counts blocks that have come to the end of a part of the work; true in all threads of the last of `blocks`, which then
+// sees what the others wrote. The counter is 0 again afterwards. Every thread of the block calls this.
+__device__ inline bool last_of(uint32_t* counter, uint32_t blocks) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(counter, 1u) == blocks - 1;
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    if (last) __threadfence();
+    return last;
 }
 
 }  // namespace spark

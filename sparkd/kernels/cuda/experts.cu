@@ -51,40 +51,35 @@ __device__ inline void largest(const float* keys, int n, int k, int32_t* ids) {
     __syncwarp();
 }
 
-// ids and weights [rows][top_k] from logits [rows][experts]. grid rows, block 32.
-extern "C" __global__ void route(const Batch* batch, const float* logits, const float* bias, int experts, int top_k,
-                                 int by_sigmoid, float scale, int32_t* ids, float* weights) {
-    __shared__ float p[kMaxExperts];
-    __shared__ float keys[kMaxExperts];
-    const int row = static_cast<int>(blockIdx.x);
-    if (row >= batch->rows) return;
-    const float* x = logits + static_cast<int64_t>(row) * experts;
+// Chooses for one row by a warp: ids and weights [top_k] from logits [experts]. `p` and `keys` have room for them.
+__device__ inline void choose(const float* logits, const float* bias, int experts, int top_k, bool by_sigmoid, float scale,
+                              float* p, float* keys, int32_t* chosen, float* w) {
     for (int e = lane_id(); e < experts; e += 32) {
-        p[e] = by_sigmoid ? sigmoid(x[e]) : x[e];
+        const float x = __ldcg(logits + e);
+        p[e] = by_sigmoid ? sigmoid(x) : x;
         keys[e] = by_sigmoid && bias != nullptr ? p[e] + bias[e] : p[e];
     }
     __syncwarp();
-    int32_t* chosen = ids + row * top_k;
-    float* w = weights + row * top_k;
     largest(keys, experts, top_k, chosen);
-    if (lane_id() != 0) return;
-    float sum = 0.0f;
-    for (int rank = 0; rank < top_k; ++rank) {
-        w[rank] = by_sigmoid ? p[chosen[rank]] : exp(p[chosen[rank]] - p[chosen[0]]);
-        sum = sum + w[rank];
+    if (lane_id() == 0) {
+        float sum = 0.0f;
+        for (int rank = 0; rank < top_k; ++rank) {
+            w[rank] = by_sigmoid ? p[chosen[rank]] : exp(p[chosen[rank]] - p[chosen[0]]);
+            sum = sum + w[rank];
+        }
+        if (by_sigmoid) sum = larger(sum, 0x1p-14f);
+        for (int rank = 0; rank < top_k; ++rank) {
+            w[rank] = w[rank] / sum;
+            if (scale != 1.0f) w[rank] = w[rank] * scale;
+        }
     }
-    if (by_sigmoid) sum = larger(sum, 0x1p-14f);
-    for (int rank = 0; rank < top_k; ++rank) {
-        w[rank] = w[rank] / sum;
-        if (scale != 1.0f) w[rank] = w[rank] * scale;
-    }
+    __syncwarp();  // the warp's next row is put where this one was
 }
 
-// grid 1, block kMaxPairs: a thread for each pair
-extern "C" __global__ void group(const Batch* batch, const int32_t* ids, int top_k, Groups* groups) {
+// Groups the pairs of a step by a block: a thread for each pair.
+__device__ inline void group_pairs(const int32_t* ids, int pairs, Groups* groups) {
     __shared__ int32_t expert[kMaxPairs];
     __shared__ int32_t leads[kMaxPairs];
-    const int pairs = batch->rows * top_k;
     const int p = static_cast<int>(threadIdx.x);
     if (p < pairs) expert[p] = ids[p];
     __syncthreads();
@@ -112,6 +107,37 @@ extern "C" __global__ void group(const Batch* batch, const int32_t* ids, int top
     }
 }
 
+// The router: logits by all blocks; the last one to end chooses for each row and groups the pairs.
+// grid: blocks of the weight; block 32 x kWarps = kMaxPairs; dynamic shared memory: 2 x experts floats for each warp.
+template <int COUNT>
+__device__ inline void route(const Batch* batch, Matrix weight, Inputs in, float* logits, uint32_t* counter,
+                             const float* bias, int top_k, bool by_sigmoid, float scale, int32_t* ids, float* weights,
+                             Groups* groups) {
+    static_assert(32 * kWarps >= kMaxPairs, "a thread for each pair");
+    SPARK_DYNAMIC_SHARED(float, shared);
+    __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
+    const int per_warp = rows_per_warp(weight.columns);
+    const int first = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * per_warp;
+    if (first < weight.rows) {
+        int target[COUNT];
+        for (int b = 0; b < COUNT; ++b) target[b] = b;
+        float y[COUNT];
+        row_products<COUNT>(weight, first, in, target, batch->rows, stage[warp_id()], y);
+        const int lanes = 32 / per_warp;
+        const int row = first + lane_id() / lanes;
+        if (lane_id() % lanes == 0 && row < weight.rows)
+            for (int b = 0; b < COUNT; ++b)
+                if (b < batch->rows) logits[static_cast<int64_t>(b) * weight.rows + row] = y[b];
+    }
+    if (!last_of(counter, gridDim.x)) return;
+    for (int row = warp_id(); row < batch->rows; row += kWarps)
+        choose(logits + static_cast<int64_t>(row) * weight.rows, bias, weight.rows, top_k, by_sigmoid, scale,
+               shared + 2 * warp_id() * weight.rows, shared + (2 * warp_id() + 1) * weight.rows, ids + row * top_k,
+               weights + row * top_k);
+    __syncthreads();
+    group_pairs(ids, batch->rows * top_k, groups);
+}
+
 // A piece of a record: gate, up or down.
 struct Piece {
     int64_t offset;
@@ -120,54 +146,117 @@ struct Piece {
     __device__ Matrix in(uint64_t record) const { return {record + static_cast<uint64_t>(offset), type, rows, columns, row_bytes}; }
 };
 
-// inner[pair] = silu(gate x) * (up x). grid (ceil(rows / (kWarps * rows per warp)), pairs at most), block 32 x kWarps.
+// The shared expert of a layer, which every row goes to; `rows` 0: there is none. `scalar`: one row, or rows 0.
+struct SharedExpert {
+    Matrix gate, up, down, scalar;
+    float* inner;
+    Quantised forms;
+    float* out;
+    float* factor;
+};
+
+// Gate, up, down inside the records of a layer; inner rows, one for each pair, with their forms; results, one for each.
+struct Layer {
+    Piece gate, up, down;
+    float* inner;
+    Quantised forms;
+    float* ranked;
+    uint32_t* counters;  // [pairs at most + 1][spans of inner rows]
+    SharedExpert shared;
+};
+
+// inner[target[b]] = silu(gate x) * (up x) for the rows of this block; the last block of a span of 256 quantises it.
 template <int COUNT>
-__device__ inline void gate_up(const Groups* groups, const uint64_t* records, Piece gate, Piece up, int top_k, Inputs in,
-                               float* inner) {
+__device__ inline void gate_up_rows(const Matrix& gate, const Matrix& up, const Inputs& in, const int* x_row,
+                                    const int* target, int count, uint4* stage, float* inner, const Quantised& forms,
+                                    uint32_t* counters) {
+    const int per_warp = rows_per_warp(gate.columns);
+    const int per_block = kWarps * per_warp;
+    const int first_of_block = static_cast<int>(blockIdx.x) * per_block;
+    if (first_of_block >= gate.rows) return;
+    const int first = first_of_block + warp_id() * per_warp;
+    if (first < gate.rows) {
+        float gates[COUNT], ups[COUNT];
+        row_products<COUNT>(gate, first, in, x_row, count, stage, gates);
+        row_products<COUNT>(up, first, in, x_row, count, stage, ups);
+        const int lanes = 32 / per_warp;
+        const int row = first + lane_id() / lanes;
+        if (lane_id() % lanes == 0 && row < gate.rows)
+            for (int b = 0; b < COUNT; ++b)
+                if (b < count) inner[static_cast<int64_t>(target[b]) * gate.rows + row] = silu(gates[b]) * ups[b];
+    }
+    if (!forms.wanted()) return;
+    const int span = first_of_block / 256;
+    const int left = gate.rows - 256 * span < 256 ? gate.rows - 256 * span : 256;
+    if (!last_of(counters + span, static_cast<uint32_t>((left + per_block - 1) / per_block))) return;
+    for (int b = 0; b < count; ++b) {
+        const int64_t place = static_cast<int64_t>(target[b]) * gate.rows + 256 * span;
+        quantise_block(inner + place, left, forms.at(place));
+        __syncthreads();
+    }
+}
+
+// grid (blocks of the longer gate, pairs at most + 2), block 32 x kWarps: a row of blocks for each group, then the shared
+// expert, then its scalar.
+template <int COUNT>
+__device__ inline void gate_up(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer,
+                               int top_k, Inputs in) {
     __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
     const int g = static_cast<int>(blockIdx.y);
+    const int spans = (layer->gate.rows + 255) / 256;
+    int x_row[COUNT], target[COUNT];
+    if (g >= static_cast<int>(gridDim.y) - 2) {
+        const SharedExpert& shared = layer->shared;
+        for (int b = 0; b < COUNT; ++b) x_row[b] = b;
+        if (g == static_cast<int>(gridDim.y) - 2) {
+            gate_up_rows<COUNT>(shared.gate, shared.up, in, x_row, x_row, batch->rows, stage[warp_id()], shared.inner,
+                                shared.forms, layer->counters + kMaxPairs * spans);
+        } else if (blockIdx.x == 0 && warp_id() == 0 && shared.scalar.rows != 0) {
+            float y[COUNT];
+            row_products<COUNT>(shared.scalar, 0, in, x_row, batch->rows, stage[0], y);
+            if (lane_id() == 0)
+                for (int b = 0; b < COUNT; ++b)
+                    if (b < batch->rows) shared.factor[b] = y[b];
+        }
+        return;
+    }
     if (g >= groups->count) return;
-    const int per_warp = rows_per_warp(gate.columns);
-    const int first_row = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * per_warp;
-    if (first_row >= gate.rows) return;
     const uint64_t record = records[groups->expert[g]];
     const int begin = groups->first[g];
     const int pairs = groups->first[g + 1] - begin;  // one of each row at most
-    int target[COUNT], pair[COUNT];
     for (int b = 0; b < COUNT; ++b) {
-        pair[b] = b < pairs ? groups->pair[begin + b] : 0;
-        target[b] = pair[b] / top_k;
+        target[b] = b < pairs ? groups->pair[begin + b] : 0;
+        x_row[b] = target[b] / top_k;
     }
-    float gates[COUNT], ups[COUNT];
-    row_products<COUNT>(gate.in(record), first_row, in, target, pairs, stage[warp_id()], gates);
-    row_products<COUNT>(up.in(record), first_row, in, target, pairs, stage[warp_id()], ups);
-    const int lanes = 32 / per_warp;
-    const int row = first_row + lane_id() / lanes;
-    if (lane_id() % lanes == 0 && row < gate.rows)
-        for (int b = 0; b < COUNT; ++b)
-            if (b < pairs) inner[static_cast<int64_t>(pair[b]) * gate.rows + row] = silu(gates[b]) * ups[b];
+    gate_up_rows<COUNT>(layer->gate.in(record), layer->up.in(record), in, x_row, target, pairs, stage[warp_id()],
+                        layer->inner, layer->forms, layer->counters + g * spans);
 }
 
-// ranked[pair] = down · inner[pair]. grid and block as above, by rows of down.
+// ranked[pair] = down · inner[pair], and the same for the shared expert. grid (blocks of down, pairs at most + 1).
 template <int COUNT>
-__device__ inline void down(const Groups* groups, const uint64_t* records, Piece piece, Inputs in, float* ranked) {
+__device__ inline void down(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer) {
     __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
     const int g = static_cast<int>(blockIdx.y);
-    if (g >= groups->count) return;
-    const int per_warp = rows_per_warp(piece.columns);
+    const bool is_shared = g == static_cast<int>(gridDim.y) - 1;
+    if (!is_shared && g >= groups->count) return;
+    const Matrix weight = is_shared ? layer->shared.down : layer->down.in(records[groups->expert[g]]);
+    const int per_warp = rows_per_warp(weight.columns);
     const int first_row = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * per_warp;
-    if (first_row >= piece.rows) return;
-    const int begin = groups->first[g];
-    const int pairs = groups->first[g + 1] - begin;
+    if (first_row >= weight.rows) return;
+    const int begin = is_shared ? 0 : groups->first[g];
+    const int count = is_shared ? batch->rows : groups->first[g + 1] - begin;
     int target[COUNT];
-    for (int b = 0; b < COUNT; ++b) target[b] = b < pairs ? groups->pair[begin + b] : 0;
+    for (int b = 0; b < COUNT; ++b) target[b] = is_shared ? b : b < count ? groups->pair[begin + b] : 0;
+    const Quantised& q = is_shared ? layer->shared.forms : layer->forms;
+    const Inputs in = {is_shared ? layer->shared.inner : layer->inner, q.q256, q.a256, q.q32, q.a32};
     float y[COUNT];
-    row_products<COUNT>(piece.in(records[groups->expert[g]]), first_row, in, target, pairs, stage[warp_id()], y);
+    row_products<COUNT>(weight, first_row, in, target, count, stage[warp_id()], y);
+    float* out = is_shared ? layer->shared.out : layer->ranked;
     const int lanes = 32 / per_warp;
     const int row = first_row + lane_id() / lanes;
-    if (lane_id() % lanes == 0 && row < piece.rows)
+    if (lane_id() % lanes == 0 && row < weight.rows)
         for (int b = 0; b < COUNT; ++b)
-            if (b < pairs) ranked[static_cast<int64_t>(target[b]) * piece.rows + row] = y[b];
+            if (b < count) out[static_cast<int64_t>(target[b]) * weight.rows + row] = y[b];
 }
 
 // out = the sum over ranks in order, first copied. grid (ceil(width / 256), rows), block 256.
@@ -183,16 +272,25 @@ extern "C" __global__ void weighted_sum(const Batch* batch, const float* ranked,
     out[static_cast<int64_t>(row) * width + i] = sum;
 }
 
-#define SPARK_EXPERTS(COUNT)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps) gate_up_##COUNT(                                          \
-        const Groups* groups, const uint64_t* records, const Piece* pieces, int top_k, const float* x,                  \
-        const int8_t* q256, const float* a256, const int8_t* q32, const float* a32, float* inner) {                     \
-        gate_up<COUNT>(groups, records, pieces[0], pieces[1], top_k, {x, q256, a256, q32, a32}, inner);                 \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps) down_##COUNT(                                             \
-        const Groups* groups, const uint64_t* records, const Piece* pieces, const float* x, const int8_t* q256,         \
-        const float* a256, const int8_t* q32, const float* a32, float* ranked) {                                        \
-        down<COUNT>(groups, records, pieces[2], {x, q256, a256, q32, a32}, ranked);                                     \
+#define SPARK_EXPERTS(COUNT)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                            \
+        route_##COUNT(const Batch* batch, const uint8_t* weight, int type, int rows, int columns, int row_bytes,         \
+                      const float* x, const int8_t* q256, const float* a256, const int8_t* q32, const float* a32,        \
+                      float* logits, uint32_t* counter, const float* bias, int top_k, int by_sigmoid, float scale,       \
+                      int32_t* ids, float* weights, Groups* groups) {                                                    \
+        route<COUNT>(batch, {reinterpret_cast<uint64_t>(weight), type, rows, columns, row_bytes},                        \
+                     {x, q256, a256, q32, a32}, logits, counter, bias, top_k, by_sigmoid != 0, scale, ids, weights,      \
+                     groups);                                                                                            \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                            \
+        gate_up_##COUNT(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer,           \
+                        int top_k, const float* x, const int8_t* q256, const float* a256, const int8_t* q32,             \
+                        const float* a32) {                                                                              \
+        gate_up<COUNT>(batch, groups, records, layer, top_k, {x, q256, a256, q32, a32});                                 \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                            \
+        down_##COUNT(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer) {            \
+        down<COUNT>(batch, groups, records, layer);                                                                      \
     }
 SPARK_COUNTS(SPARK_EXPERTS)
 

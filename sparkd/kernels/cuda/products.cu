@@ -3,10 +3,12 @@
 
 namespace spark {
 
-// One weight of a launch: rows of `out` are `out_width` wide; `first_block` is the launch's first block for it.
+// One weight of a launch: rows of `out` are `out_width` wide; `first_block` is the launch's first block for it. What is
+// written is the product, or its sum with `residual`, rows as wide, where that is not null.
 struct Task {
     Matrix weight;
     float* out;
+    const float* residual;
     int32_t out_width, first_block;
 };
 
@@ -42,7 +44,10 @@ __device__ inline void linear(const Batch* batch, const Task* tasks, int count, 
     const int row = first + lane_id() / lanes;
     if (lane_id() % lanes == 0 && row < task.weight.rows)
         for (int b = 0; b < COUNT; ++b)
-            if (b < batch->rows) task.out[static_cast<int64_t>(b) * task.out_width + row] = y[b];
+            if (b < batch->rows) {
+                const int64_t place = static_cast<int64_t>(b) * task.out_width + row;
+                task.out[place] = task.residual == nullptr ? y[b] : task.residual[place] + y[b];
+            }
 }
 
 // The same for the rows whose logits are wanted: out row i is that of batch->logits_row[i].
@@ -83,17 +88,13 @@ extern "C" __global__ void embed(const Batch* batch, const uint8_t* weight, int 
 
 // Rows of floats to the forms that are not null. grid (ceil(columns / 256), rows), block 256. `rows`: null for all rows of
 // the grid, else how many there are.
-extern "C" __global__ void quantise(const int* rows, const float* x, int columns, int8_t* q256, float* a256, int8_t* q32, float* a32) {
-    __shared__ uint32_t shared[8];
+extern "C" __global__ void quantise(const int* rows, const float* x, int columns, int8_t* q256, float* a256, int8_t* q32,
+                                    float* a32) {
     const int row = static_cast<int>(blockIdx.y);
     if (rows != nullptr && row >= *rows) return;
     const int first = static_cast<int>(blockIdx.x) * 256;
-    const int count = columns - first < 256 ? columns - first : 256;
     const int64_t place = static_cast<int64_t>(row) * columns + first;
-    const int e = static_cast<int>(threadIdx.x);
-    quantise_span(e < count ? x[place + e] : 0.0f, count, q256 == nullptr ? nullptr : q256 + place,
-                  a256 == nullptr ? nullptr : a256 + place / 256, q32 == nullptr ? nullptr : q32 + place,
-                  a32 == nullptr ? nullptr : a32 + place / 32, shared);
+    quantise_block(x + place, columns - first < 256 ? columns - first : 256, Quantised{q256, a256, q32, a32}.at(place));
 }
 
 #define SPARK_LINEAR(COUNT)                                                                                             \

@@ -16,29 +16,52 @@ extern "C" __global__ void angles(const Batch* batch, const double* inv_freq, in
     rope_row(batch->position[row], inv_freq + i, 1, magnitude, cosine + row * pairs + i, sine + row * pairs + i);
 }
 
-// out = (x * factor) * weight, and its quantised forms where they are not null. grid rows, block 256.
-extern "C" __global__ void rms_norm(const Batch* batch, const float* x, const float* weight, float* out, int n, float eps,
-                                    int8_t* q256, float* a256, int8_t* q32, float* a32) {
+// out = (x * factor) * weight for one row by a block, and its quantised forms. Every thread of the block calls this; `x`
+// was written before a barrier.
+__device__ inline void norm_row(const float* x, const float* weight, float* out, int n, float eps, Quantised forms) {
     __shared__ float factor;
-    __shared__ uint32_t shared[8];
-    const int row = static_cast<int>(blockIdx.x);
-    if (row >= batch->rows) return;
-    const int64_t place = static_cast<int64_t>(row) * n;
     if (warp_id() == 0) {
-        const float sum = warp_dot32(x + place, x + place, n);
+        const float sum = warp_dot32(x, x, n);
         if (lane_id() == 0) factor = 1.0f / square_root(sum / static_cast<float>(n) + eps);
     }
     __syncthreads();
-    for (int first = 0; first < n; first += kThreads) {
-        const int e = first + static_cast<int>(threadIdx.x);
-        const float value = e < n ? (x[place + e] * factor) * weight[e] : 0.0f;
-        if (e < n) out[place + e] = value;
-        const int64_t at = place + first;
-        if (q256 != nullptr || q32 != nullptr)
-            quantise_span(value, n - first < kThreads ? n - first : kThreads, q256 == nullptr ? nullptr : q256 + at,
-                          a256 == nullptr ? nullptr : a256 + at / 256, q32 == nullptr ? nullptr : q32 + at,
-                          a32 == nullptr ? nullptr : a32 + at / 32, shared);
+    for (int e = static_cast<int>(threadIdx.x); e < n; e += static_cast<int>(blockDim.x)) out[e] = (x[e] * factor) * weight[e];
+    __syncthreads();
+    if (!forms.wanted()) return;
+    for (int first = 0; first < n; first += 256)
+        quantise_block(out + first, n - first < 256 ? n - first : 256, forms.at(first));
+}
+
+// grid rows, block 256
+extern "C" __global__ void rms_norm(const Batch* batch, const float* x, const float* weight, float* out, int n, float eps,
+                                    int8_t* q256, float* a256, int8_t* q32, float* a32) {
+    const int row = static_cast<int>(blockIdx.x);
+    if (row >= batch->rows) return;
+    const int64_t place = static_cast<int64_t>(row) * n;
+    norm_row(x + place, weight, out + place, n, eps, Quantised{q256, a256, q32, a32}.at(place));
+}
+
+// What an experts operation and the sums after it leave: out = residual + (the ranked sum + the shared expert), and the
+// norm of it with its forms. `scalar` (null: none) is what the shared expert is multiplied with, through a sigmoid or a
+// softplus. grid rows, block 256.
+extern "C" __global__ void mixture_sum(const Batch* batch, const float* ranked, const float* weights, int top_k, int width,
+                                       const float* shared, const float* scalar, int softly, const float* residual,
+                                       float* out, const float* norm, float eps, float* normed, int8_t* q256, float* a256,
+                                       int8_t* q32, float* a32) {
+    const int row = static_cast<int>(blockIdx.x);
+    if (row >= batch->rows) return;
+    const float* w = weights + row * top_k;
+    const float* y = ranked + static_cast<int64_t>(row) * top_k * width;
+    const int64_t place = static_cast<int64_t>(row) * width;
+    const float factor = scalar == nullptr ? 1.0f : softly ? softplus(scalar[row]) : sigmoid(scalar[row]);
+    for (int i = static_cast<int>(threadIdx.x); i < width; i += kThreads) {
+        float sum = w[0] * y[i];
+        for (int rank = 1; rank < top_k; ++rank) sum = fma(w[rank], y[static_cast<int64_t>(rank) * width + i], sum);
+        const float one = scalar == nullptr ? shared[place + i] : shared[place + i] * factor;
+        out[place + i] = residual[place + i] + (sum + one);
     }
+    __syncthreads();
+    norm_row(out + place, norm, normed + place, width, eps, Quantised{q256, a256, q32, a32}.at(place));
 }
 
 // A norm of each head; head h of a row begins at offset + h * stride. grid (heads, rows), block 32.
@@ -82,15 +105,28 @@ extern "C" __global__ void output_gate(const Batch* batch, const float* x, const
     out[place] = x[place] * (softly ? softplus(g) : sigmoid(g));
 }
 
-// The norm of each head times silu(gate). grid (heads, rows), block 32.
+// The norm of each head times silu(gate), and its quantised forms: those only where heads fill spans of 256 elements.
+// grid (ceil(heads / heads of a block), rows), block 32 x heads of a block.
 extern "C" __global__ void gated_rms_norm(const Batch* batch, const float* x, const float* gate, const float* weight,
-                                          float* out, int heads, int head_dim, float eps) {
+                                          float* out, int heads, int head_dim, float eps, int8_t* q256, float* a256,
+                                          int8_t* q32, float* a32) {
     const int row = static_cast<int>(blockIdx.y);
+    const int first = static_cast<int>(blockIdx.x * (blockDim.x / 32u));
+    const int head = first + warp_id();
     if (row >= batch->rows) return;
-    const int64_t place = (static_cast<int64_t>(row) * heads + blockIdx.x) * head_dim;
-    const float* from = x + place;
-    const float factor = 1.0f / square_root(warp_dot32(from, from, head_dim) / static_cast<float>(head_dim) + eps);
-    for (int i = lane_id(); i < head_dim; i += 32) out[place + i] = ((from[i] * factor) * weight[i]) * silu(gate[place + i]);
+    const int64_t place = (static_cast<int64_t>(row) * heads + head) * head_dim;
+    if (head < heads) {
+        const float* from = x + place;
+        const float factor = 1.0f / square_root(warp_dot32(from, from, head_dim) / static_cast<float>(head_dim) + eps);
+        for (int i = lane_id(); i < head_dim; i += 32)
+            out[place + i] = ((from[i] * factor) * weight[i]) * silu(gate[place + i]);
+    }
+    const Quantised forms = {q256, a256, q32, a32};
+    if (!forms.wanted()) return;
+    __syncthreads();
+    const int64_t span = (static_cast<int64_t>(row) * heads + first) * head_dim;
+    const int left = (heads - first) * head_dim;
+    quantise_block(out + span, left < 256 ? left : 256, forms.at(span));
 }
 
 // silu(gate) * up. grid (ceil(width / 256), rows), block 256.
