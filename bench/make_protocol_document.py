@@ -21,6 +21,7 @@ from typing import Any
 import msgpack
 
 from sparkd import tags
+from sparkd.calibration import recorder
 from sparkd.ipc import messages as m
 from sparkd.ipc import wire
 from sparkd.supervisor import front_door, questions, requests
@@ -81,6 +82,11 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "pieces": "tell the bytes of each as well",
     },
     m.StatusRequest: {"tag": TAG},
+    m.TraceRequest: {
+        "tag": TAG,
+        "after": "number of the last step that is known (`last` of the answer before); 0 begins a recording, which "
+        f"ends when nothing was asked for {recorder.PATIENCE_S:g} seconds",
+    },
     m.Ping: {"tag": TAG},
     m.Bye: {},
     m.Welcome: {
@@ -135,6 +141,16 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "pieces": "for each token its bytes, as numbers, where `pieces` was asked for; else nil",
     },
     m.StatusReply: {"tag": "that of `status_request`", "status": "the status document, which status.md describes"},
+    m.TraceReply: {
+        "tag": "that of `trace_request`",
+        "last": "number of the last step told",
+        "missed": "steps before the first one told that were dropped, since they came faster than they were asked for",
+        "layers": "expert layers of the model",
+        "experts": "experts of the layer with most",
+        "tags": "the tags of traffic, by index; the first is empty: none",
+        "data": "the steps, one after the other, little-endian: rows u32, top_k u32, number u64; a byte per row (1 for "
+        "output, 0 for prompt, plus twice the index of its tag); ids int16 [layers, rows, top_k]",
+    },
     m.Pong: {"tag": "that of `ping`; 0 when the daemon sends one unasked, to see whether the app is still there"},
     m.Sampling: {
         "temperature": f"0 takes the best token each time; at most {limits.MAX_TEMPERATURE:g}",
@@ -166,9 +182,21 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "name": "the tool's, with the first piece of a call; else empty",
     },
 }
-SENT_BY_APPS = (m.Hello, m.Generate, m.Credit, m.Cancel, m.Tokenize, m.Detokenize, m.StatusRequest, m.Ping, m.Bye)
+SENT_BY_APPS = (
+    m.Hello,
+    m.Generate,
+    m.Credit,
+    m.Cancel,
+    m.Tokenize,
+    m.Detokenize,
+    m.StatusRequest,
+    m.TraceRequest,
+    m.Ping,
+    m.Bye,
+)
 SENT_TO_APPS = (
-    m.Welcome, m.Accepted, m.Progress, m.Chunk, m.Finished, m.Failed, m.Tokens, m.Text, m.StatusReply, m.Pong,
+    m.Welcome, m.Accepted, m.Progress, m.Chunk, m.Finished, m.Failed, m.Tokens, m.Text, m.StatusReply,
+    m.TraceReply, m.Pong,
 )  # fmt: skip
 MAPS = (m.Sampling, m.Bias, m.Timings, m.Choice, m.Logprob, m.Part)
 

@@ -143,6 +143,10 @@ class AsyncClient:
         """The daemon's status document, also while it loads a model."""
         return (await self._ask(Protocol.status, m.StatusReply)).status
 
+    async def trace(self, after: int = 0) -> m.TraceReply:
+        """The experts that steps after number `after` (`last` of the answer before) were routed to; 0 begins."""
+        return await self._ask(lambda protocol: protocol.trace(after), m.TraceReply)
+
     async def close(self) -> None:
         """Leave; the daemon ends what still runs. Streams that are read afterwards raise SparkClientError."""
         self._reconnect = False

@@ -144,6 +144,10 @@ class Client:
         """The daemon's status document, also while it loads a model."""
         return self._ask(Protocol.status, m.StatusReply).status
 
+    def trace(self, after: int = 0) -> m.TraceReply:
+        """The experts that steps after number `after` (`last` of the answer before) were routed to; 0 begins."""
+        return self._ask(lambda protocol: protocol.trace(after), m.TraceReply)
+
     def close(self) -> None:
         """Leave; the daemon ends what still runs. Streams that are read afterwards raise SparkClientError."""
         self._reconnect = False

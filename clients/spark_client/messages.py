@@ -2,8 +2,8 @@
 
 `wire` says how they are written and read. This file imports nothing else: the client package carries an identical copy.
 
-    app ── Hello, Generate, Credit, Cancel, Tokenize, Detokenize, StatusRequest, Ping, Bye ──► supervisor
-    app ◄── Welcome, Accepted, Progress, Chunk, Finished, Failed, Tokens, Text, StatusReply, Pong ── supervisor
+    app ── Hello, Generate, Credit, Cancel, Tokenize, Detokenize, StatusRequest, TraceRequest, Ping, Bye ──► supervisor
+    app ◄── Welcome, Accepted, Progress, Chunk, Finished, Failed, Tokens, Text, StatusReply, TraceReply, Pong ──┘
 
 A request of an app: Generate → Accepted (or Failed) → Progress* → Chunk* → Finished (or Failed). Chunks are sent only
 against credit, so that no token is ever dropped; `tag` is the app's own number for a reply, `request` the server's.
@@ -282,6 +282,34 @@ class StatusReply:
 
     tag: int
     status: dict[str, Json]
+
+
+@message("trace_request")
+class TraceRequest:
+    """Ask for the experts that steps after number `after` were routed to. With 0 a recording begins.
+
+    It goes on as long as the app asks every few seconds.
+    """
+
+    tag: int
+    after: int = 0
+
+
+@message("trace_reply")
+class TraceReply:
+    """Answer to TraceRequest: steps up to number `last`, after `missed` that were dropped.
+
+    `data` has for each step: rows u32, top_k u32, number u64, one byte per row (1 for output, plus twice the index of
+    its tag in `tags`), and ids int16 [`layers`, rows, top_k] of at most `experts`, all little-endian.
+    """
+
+    tag: int
+    last: int
+    missed: int
+    layers: int
+    experts: int
+    tags: list[str]
+    data: bytes
 
 
 @message("ping")

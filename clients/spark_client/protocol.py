@@ -98,6 +98,12 @@ class Protocol:
             self._send(m.Credit(request=state.request, chunks=state.consumed))
             state.consumed = 0
 
+    def trace(self, after: int) -> int:
+        """Ask for routed steps; returns the tag of the answer."""
+        tag = self._tag()
+        self._send(m.TraceRequest(tag=tag, after=after))
+        return tag
+
     def cancel(self, tag: int) -> None:
         """End a request; one that is over, or unknown, is left alone."""
         state = self._requests.get(tag)
@@ -117,7 +123,7 @@ class Protocol:
         msg = m.decode(data)
         if isinstance(msg, m.Welcome | m.Pong):
             return CONNECTION, msg
-        if isinstance(msg, m.Tokens | m.Text | m.StatusReply):
+        if isinstance(msg, m.Tokens | m.Text | m.StatusReply | m.TraceReply):
             return msg.tag, msg
         if isinstance(msg, m.Accepted):
             self._accept(msg)

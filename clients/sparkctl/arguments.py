@@ -30,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_plan(commands)
     _add_profile(commands)
+    _add_trace(commands)
     _add_config(commands)
     _add_traffic(commands)
     _add_control(commands)
@@ -236,6 +237,21 @@ def _add_profile(commands: _Commands) -> None:
     _add_json(parser, "hits, speeds, drift, tags")
 
 
+def _add_trace(commands: _Commands) -> None:
+    parser = _command(
+        commands,
+        "trace",
+        "record which experts tokens are routed to, ids of experts alone, until Ctrl-C",
+        "  sparkctl trace monday.npz --seconds 3600\n  python bench/policies.py --trace monday.npz",
+    )
+    parser.add_argument("file", type=_path, help="file to write (.npz); it must not exist yet")
+    parser.add_argument(
+        "--tokens", type=_tokens, default=1_000_000, metavar="N", help="end after so many tokens (default: 1000000)"
+    )
+    parser.add_argument("--seconds", type=_seconds, metavar="S", help="end after so many seconds")
+    _add_connection(parser)
+
+
 def _add_config(commands: _Commands) -> None:
     parser = _command(
         commands,
@@ -345,6 +361,10 @@ def _size(text: str) -> float:
 
 def _rate(text: str) -> float:
     return _number(text, 1e-3, 1e6, "a number of GB/s")
+
+
+def _tokens(text: str) -> int:
+    return int(_number(text, 1, 10_000_000, "a number of tokens"))
 
 
 def _slots(text: str) -> int:

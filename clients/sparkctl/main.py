@@ -39,6 +39,10 @@ def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             from sparkctl import profile
 
             return profile.run(args)
+        case "trace":
+            from sparkctl import trace
+
+            return trace.run(args)
         case "generate":
             from sparkctl import generate
 

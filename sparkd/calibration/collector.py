@@ -14,6 +14,7 @@ import numpy as np
 from sparkd.calibration import profile
 from sparkd.calibration.adviser import Adviser, Tier
 from sparkd.calibration.counts import RoutingCounts, RoutingError, busiest_share
+from sparkd.calibration.recorder import Recorder
 from sparkd.calibration.worth import describe
 from sparkd.ipc import internal
 from sparkd.ipc.child import Child, ChildArguments
@@ -45,6 +46,7 @@ class Collector:
         self._note = ""
         self._counts = self._load()
         self._tags = [""]
+        self._recorder = Recorder()
         self._adviser: Adviser | None = None
         self._model = ""
         #: Of the last placement, by this calibrator or one before.
@@ -93,10 +95,17 @@ class Collector:
         match msg:
             case StatusQuery():
                 self._child.send(StatusAnswer(msg.job, self._child.role, self.status()))
+            case internal.TraceQuery():
+                self._child.send(self._trace(msg))
             case internal.Placement():
                 self._version = msg.version
             case internal.Tier():
                 self._advise_on(msg)
+
+    def _trace(self, msg: internal.TraceQuery) -> internal.TraceAnswer:
+        told = self._recorder.since(msg.after, time.monotonic())
+        ring = self._ring
+        return internal.TraceAnswer(msg.job, told.last, told.missed, ring.layers, ring.experts, ring.tags, told.data)
 
     def _advise_on(self, told: internal.Tier) -> None:
         """Advise this tier from now on; the profile is what it is filled by."""
@@ -140,6 +149,7 @@ class Collector:
         try:
             numbers = self._counts.add(ids, (kinds & 1) != 0, [self._tag(kind >> 1) for kind in kinds.tolist()])
             self._steps += 1
+            self._recorder.take(routed, time.monotonic())
         except RoutingError as error:
             self._refused += 1
             _log.warning("dropped a step of a worker: %s", error)

@@ -292,6 +292,27 @@ class Used:
     prefill: bytes
 
 
+@message("trace_query")
+class TraceQuery:
+    """An app records: what was routed after step number `after`?"""
+
+    job: int
+    after: int
+
+
+@message("trace_answer")
+class TraceAnswer:
+    """Answer to TraceQuery, as TraceReply has it."""
+
+    job: int
+    last: int
+    missed: int
+    layers: int
+    experts: int
+    tags: list[str]
+    data: bytes
+
+
 @message("tier")
 class Tier:
     """How a tier that does not hold everything looks, told by its owner for the calibrator.

@@ -80,6 +80,8 @@ class FrontDoor:
         self._questions = Questions()
         #: (peer, tag) of questions for the status document.
         self.status_asked: deque[tuple[bytes, int]] = deque()
+        #: (peer, question) of apps that record what is routed.
+        self.traces_asked: deque[tuple[bytes, m.TraceRequest]] = deque()
         #: Requests that are over, for the log.
         self.ended: deque[Request] = deque()
 
@@ -139,6 +141,8 @@ class FrontDoor:
                 self._ask_worker(client, msg, now)
             case m.StatusRequest():
                 self.status_asked.append((peer, msg.tag))
+            case m.TraceRequest():
+                self.traces_asked.append((peer, msg))
             case m.Ping():
                 self._send(peer, m.Pong(msg.tag))
             case m.Bye():
@@ -158,6 +162,7 @@ class FrontDoor:
                 self._abandon(self._requests[number], None, now)
         self.to_clients = deque((p, msg) for p, msg in self.to_clients if p != peer)
         self.status_asked = deque((p, tag) for p, tag in self.status_asked if p != peer)
+        self.traces_asked = deque((p, msg) for p, msg in self.traces_asked if p != peer)
         self._questions.gone(peer)
 
     def tick(self, now: float) -> None:

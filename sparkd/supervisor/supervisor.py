@@ -24,7 +24,7 @@ import zmq
 
 from sparkd import log
 from sparkd.config import Settings
-from sparkd.errors import SparkError
+from sparkd.errors import SparkError, UnavailableError
 from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.memory import Region
@@ -44,6 +44,7 @@ from sparkd.supervisor.notify import Notifier
 from sparkd.supervisor.reload import Reloader
 from sparkd.supervisor.run_lock import RunLock
 from sparkd.supervisor.signals import Signals
+from sparkd.supervisor.traces import Traces
 
 #: Longest wait for something to happen, and messages taken from one socket before the others are looked at.
 _TICK_S = 0.25
@@ -104,6 +105,7 @@ class Supervisor:
         self._gateway = Gateway(settings.gateway, lock.client)
         self._rounds = status.Rounds()
         self._advice = Advice()
+        self._traces = Traces()
         self._holding = Holding(arena, settings.memory)
         self._loading = (0, 0)
         self._token_made = False
@@ -136,6 +138,7 @@ class Supervisor:
                 self._door.tick(now)
                 self._probe_apps(now)
                 self._answer_status(now)
+                self._ask_traces()
                 self._deliver(now)
                 self._log_ended(now)
                 self._judge(ready)
@@ -248,6 +251,8 @@ class Supervisor:
                     self._failure = StartFailed(msg.code, msg.message)
             case internal.Tier() | internal.Placement():
                 self._pass_on(msg)
+            case internal.TraceAnswer():
+                self._door.to_clients.extend(self._traces.answered(msg))
             case internal.StatusAnswer():
                 child.status = msg.status
                 self._rounds.answered(msg.job, role)
@@ -408,6 +413,20 @@ class Supervisor:
             made = self._document(now)
             for peer, tag in finished:
                 self._door.to_clients.append((peer, m.StatusReply(tag, made)))
+
+    def _ask_traces(self) -> None:
+        calibrator = self._children.by_role.get("calibrator")
+        reached = calibrator is not None and calibrator.condition is Condition.READY
+        while self._door.traces_asked:
+            peer, msg = self._door.traces_asked.popleft()
+            try:
+                if calibrator is None or not reached:
+                    raise UnavailableError("no calibrator runs now", fix="see calibration.enabled and sparkctl status")
+                self._tell(calibrator, self._traces.ask(peer, msg))
+            except SparkError as error:
+                self._door.to_clients.append((peer, m.Failed(msg.tag, None, error.code, str(error), True)))
+        if not reached:
+            self._door.to_clients.extend(self._traces.fail(UnavailableError.code, "the calibrator has ended"))
 
     # ---- how it is ----
 

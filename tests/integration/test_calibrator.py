@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from control import PATIENCE_S, Control, control, settings_for
 
-from sparkd.ipc.internal import Placement, Ready, Tier
+from sparkd.ipc.internal import Placement, Ready, Tier, TraceAnswer, TraceQuery
 from sparkd.ipc.memory import Region
 from sparkd.ipc.routing import Routed, RoutingRing
 
@@ -223,3 +223,25 @@ def test_a_message_that_is_not_for_a_calibrator_is_passed_over(link: Control, re
     _, name = start(link, region)
     link.send(name, Ready("store"))
     assert link.status(name)["tier"] == {}
+
+
+def test_routed_steps_are_told_to_who_records_and_hold_ids_of_experts_alone(
+    link: Control, region: Region, ring: RoutingRing
+) -> None:
+    _, name = start(link, region)
+    ring.push(routed(ONE, [1]))
+    status_after(link, name, 1)
+    link.send(name, TraceQuery(1, 0))
+    begun = link.wait(name, TraceAnswer)
+    assert isinstance(begun, TraceAnswer) and begun.data == b""
+    kind = ring.kind(1, "coding")
+    ring.push(routed(ONE, [kind]))
+    status_after(link, name, 2)
+    link.heard[name] = []
+    link.send(name, TraceQuery(2, begun.last))
+    told = link.wait(name, TraceAnswer)
+    assert isinstance(told, TraceAnswer)
+    assert (told.job, told.last, told.missed, told.layers, told.experts) == (2, begun.last + 1, 0, 2, 8)
+    assert told.tags == ["", "coding"]
+    assert told.data[:16] == bytes([1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0])
+    assert told.data[16:] == bytes([kind, 0, 0, 1, 0, 2, 0, 3, 0])
