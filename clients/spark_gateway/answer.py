@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -62,12 +63,20 @@ class Answer:
 
     async def events(self) -> AsyncIterator[Event]:
         """Everything up to the end; the errors of `AsyncStream.events`, but for its TimeoutError."""
+        clock = asyncio.get_running_loop().time
+        told = clock()
         while self.stream.finish_reason is None:
             try:
                 async for event in self.stream.events(ALIVE_S):
-                    for out in self._take(event):
+                    taken = self._take(event)
+                    # News of a place in the queue are none for the client.
+                    if not taken and clock() - told >= ALIVE_S:
+                        taken = [Alive()]
+                    for out in taken:
+                        told = clock()
                         yield out
             except TimeoutError:
+                told = clock()
                 yield Alive()
 
     async def read(self) -> Answer:

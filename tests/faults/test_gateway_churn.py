@@ -17,8 +17,10 @@ from footprint import footprint, growth, is_idle, same_handles
 from sparkd.demo.main import MODEL as DEMO
 
 CLIENTS = 200
-#: Seconds without a byte after which a client counts as hung: a stream that waits says every ten that it lives.
+#: Seconds without a byte after which a client counts as hung: a stream that waits says every ten that it lives, what is
+#: answered whole may wait behind a full queue.
 HANG_S = 60.0
+WHOLE_HANG_S = 300.0
 #: Bytes by which a process may grow: heaps keep what they once needed.
 SLACK_BYTES = 24 << 20
 LIMITS = {"context": 2048, "sequences": 4, "queue": 64}
@@ -76,7 +78,8 @@ async def talk(socket: Path, sent: bytes, patience: int | None, chance: random.R
             return "cut off"
         answer = bytearray()
         while patience is None or patience > 0:
-            piece = await asyncio.wait_for(reader.read(65536), HANG_S)
+            hang_s = HANG_S if b'"stream": true' in sent else WHOLE_HANG_S
+            piece = await asyncio.wait_for(reader.read(65536), hang_s)
             if not piece:
                 status = int(answer.split(b" ", 2)[1])
                 assert status in ALLOWED, answer[:500]
