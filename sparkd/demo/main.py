@@ -95,7 +95,7 @@ def _daemon(folder: Path) -> Iterator[Client]:
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches the demo alone, which then stops the daemon in order.
         daemon = subprocess.Popen(
-            [sys.executable, "-m", "sparkd.cli", *serve],
+            [sys.executable, "-P", "-m", "sparkd.cli", *serve],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

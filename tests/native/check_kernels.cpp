@@ -1,5 +1,5 @@
 // The kernels under sanitizers: products of every type in memory of exactly their size, the float kernels, the pool.
-// Prints what differs from the definition; `make sanitize` runs it for each instruction set.
+// Prints what differs from the definition; `make sanitize` runs it for each instruction set, with check_plan.cpp.
 #include <cstdio>
 #include <cstring>
 #include <memory>

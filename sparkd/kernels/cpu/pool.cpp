@@ -1,5 +1,7 @@
 #include "cpu/pool.h"
 
+#include <pthread.h>
+
 #include <cfenv>
 
 #if defined(__x86_64__)
@@ -94,7 +96,8 @@ void ThreadPool::wait_for_work(uint32_t seen) {
     }
     std::unique_lock<std::mutex> lock(mutex_);
     parked_.fetch_add(1);
-    wake_.wait(lock, [&] { return run_number() != seen; });
+    // wake_.wait() is a symbol of g++ 12 and later, the only one here: a wheel would not run where the runtime is older.
+    while (run_number() == seen) pthread_cond_wait(wake_.native_handle(), mutex_.native_handle());
     parked_.fetch_sub(1);
 }
 
