@@ -21,7 +21,8 @@ HALF_LIFE = 16384.0
 RECENT = 512.0
 #: Tags that are told apart; the one that was used least of late gives way to a further one.
 MAX_TAGS = 16
-#: Weights are brought down when one row's exceeds this.
+#: Rows that are weighed together; weights are brought down when one row's exceeds what follows.
+_TOGETHER = 256
 _LARGE = 2.0**200
 
 
@@ -50,13 +51,18 @@ class Decayed:
 
     def add(self, ids: NDArray[np.int64]) -> None:
         """Count rows, the oldest first: `ids` are numbers in the flat table, [rows, uses of one row], no use twice."""
-        flat = self._table.reshape(-1)
-        for row in ids:
-            self._weight *= self._growth
-            flat[row] += self._weight
-            self._rows += self._weight
-        if self._weight > _LARGE:
-            self.put(self.table, self.rows)
+        for first in range(0, len(ids), _TOGETHER):
+            rows = ids[first : first + _TOGETHER]
+            flat = self._table.reshape(-1)
+            weights = self._weight * self._growth ** np.arange(1.0, len(rows) + 1.0)
+            if len(rows) == 1:
+                flat[rows[0]] += weights[0]
+            else:
+                flat += np.bincount(rows.ravel(), np.repeat(weights, rows.shape[1]), len(flat))
+            self._rows += float(weights.sum())
+            self._weight = float(weights[-1])
+            if self._weight > _LARGE:
+                self.put(self.table, self.rows)
 
     def put(self, table: NDArray[np.float64], rows: float) -> None:
         """Go on from these counts."""
@@ -146,18 +152,20 @@ class RoutingCounts:
 
     def _count(self, tag: str, decode: NDArray[np.int64], prefill: NDArray[np.int64]) -> None:
         traffic = self.traffic(tag)
-        size = self.decode.size
         if len(decode):
             traffic.decode.add(decode)
             self.recent.add(decode)
-            self.decode += np.bincount(decode.ravel(), minlength=size).reshape(self.decode.shape).astype(np.uint64)
+            flat = self.decode.reshape(-1)
+            for row in decode:
+                flat[row] += np.uint64(1)
             self.decode_rows += len(decode)
             for other in self.tags.values():
                 other.recent *= 0.5 ** (len(decode) / RECENT)
             traffic.recent += len(decode)
         if len(prefill):
             traffic.prefill.add(prefill)
-            self.prefill += np.bincount(prefill.ravel(), minlength=size).reshape(self.decode.shape).astype(np.uint64)
+            counted = np.bincount(prefill.ravel(), minlength=self.prefill.size).reshape(self.prefill.shape)
+            self.prefill += counted.astype(np.uint64)
             self.prefill_rows += len(prefill)
 
 

@@ -81,8 +81,8 @@ def test_the_busiest_share_is_that_of_the_most_used_quarter():
 def test_decayed_counts_are_what_decaying_row_by_row_gives():
     rng = np.random.default_rng(3)
     decayed, table, rows = Decayed(2, 8, half_life=10.0), np.zeros((2, 8)), 0.0
-    for _ in range(1500):
-        ids = np.array([[rng.integers(0, 8), 8 + rng.integers(0, 8)] for _ in range(rng.integers(1, 4))])
+    for _ in range(60):
+        ids = np.array([[rng.integers(0, 8), 8 + rng.integers(0, 8)] for _ in range(rng.choice([1, 1, 2, 300]))])
         decayed.add(ids)
         for row in ids:
             table *= 0.5**0.1
