@@ -5,6 +5,7 @@
                         └─┴── the store is gone, its leases too ────┘ what is missing is asked of its successor
 
 A part is one Stage: at most half the reserve of a slab, so that one part can be read while another is computed with.
+Decode takes smaller ones, for what is computed with the last part is what is waited for in the end.
 The store serves parts in order and holds back those that have no room yet, so all of them are asked for at once.
 
 Attach tells the store that this worker holds no lease. It is sent again when the store has gone away (the arena and its
@@ -29,6 +30,8 @@ from sparkd.store.layout import Slab
 
 #: A store that does not even take messages for so long is replaced by the supervisor, or this worker is.
 _SEND_S = 60.0
+#: Bytes of one part of decode, where that is two experts or more: messages cost little beside reading so much.
+_DECODE_PART = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,11 @@ class StoreStager:
         self._worker = worker
         self._went_on = went_on
         layout = arena.layout
-        self._limits = [_part_limit(layout.slabs[layer.slab]) for layer in layout.layers]
+        slabs = [layout.slabs[layer.slab] for layer in layout.layers]
+        self._limits = {
+            "decode": [min(_part_limit(slab), max(2, -(-_DECODE_PART // slab.record_bytes))) for slab in slabs],
+            "prefill": [_part_limit(slab) for slab in slabs],
+        }
         self._firsts = np.arange(len(layout.layers), dtype=np.int64)[:, None, None] * arena.directory.experts
         self._words: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._asked: dict[int, _Part] = {}
@@ -69,8 +76,9 @@ class StoreStager:
         """Send what is missing to the store, in parts, decode first. PeerSlow: it takes no messages."""
         self._notice_loss()
         for use, experts in (("decode", decode), ("prefill", prefill)):
-            for first in range(0, len(experts), self._limits[layer]):
-                self._ask(_Part(layer, experts[first : first + self._limits[layer]], use))
+            limit = self._limits[use][layer]
+            for first in range(0, len(experts), limit):
+                self._ask(_Part(layer, experts[first : first + limit], use))
 
     def arrivals(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """The parts as the store has them. UnavailableError: it refuses this worker, or what it asked for."""
