@@ -11,11 +11,11 @@ so a slot is safe once every step has ended that had begun when its word was ret
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparkd.residency.slots import Slot
+from sparkd.residency.slots import Place, Record, Slot
 
 
 class Steps(NamedTuple):
@@ -23,6 +23,15 @@ class Steps(NamedTuple):
 
     begun: int
     ended: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What the owner before this one left: residents, the highest generation it may have used, the workers' steps."""
+
+    residents: Mapping[Record, Place]
+    generation: int
+    counters: Sequence[Steps]
 
 
 @dataclass(slots=True)

@@ -23,6 +23,14 @@ class Use(Enum):
     PREFILL = "prefill"
 
 
+@dataclass(slots=True)
+class Counts:
+    """Records that steps used, and how many of them were not resident."""
+
+    uses: int = 0
+    misses: int = 0
+
+
 class LeaseState(Enum):
     """How far a lease is."""
 

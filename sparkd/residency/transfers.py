@@ -16,33 +16,15 @@ reserve still holds is fetched again: it is leased once more, or copied from the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
-from sparkd.residency.epochs import Epochs, Steps
-from sparkd.residency.leases import Lease, LeaseState, Use
+from sparkd.residency.epochs import Adopted, Epochs, Steps
+from sparkd.residency.leases import Counts, Lease, LeaseState, Use
 from sparkd.residency.placement import Placement, PlacementError
 from sparkd.residency.ring import Heats
 from sparkd.residency.slabs import LayerSize, Slab, SlabSize, SlabUse
 from sparkd.residency.slots import Place, Record, Slot, SlotState
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """What the owner before this one left: residents, the highest generation it may have used, the workers' steps."""
-
-    residents: Mapping[Record, Place]
-    generation: int
-    counters: Sequence[Steps]
-
-
-@dataclass(slots=True)
-class Counts:
-    """Records that steps used, and how many of them were not resident."""
-
-    uses: int = 0
-    misses: int = 0
 
 
 class Residency:

@@ -17,11 +17,12 @@ from typing import Protocol
 from sparkd.errors import SparkError
 from sparkd.ipc.directory import Entry, State
 from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
-from sparkd.residency.leases import LeaseState, Use
+from sparkd.residency.epochs import Adopted
+from sparkd.residency.leases import Counts, LeaseState, Use
 from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import LayerSize, SlabUse
 from sparkd.residency.slots import Place, Record
-from sparkd.residency.transfers import Adopted, Counts, Residency
+from sparkd.residency.transfers import Residency
 from sparkd.store.arena import Arena
 from sparkd.store.copier import Ended
 from sparkd.store.layout import IN_ARENA, Extent, record_extents

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
-from sparkd.residency.epochs import Steps
+from sparkd.residency.epochs import Adopted, Steps
 from sparkd.residency.leases import LeaseState, Use
 from sparkd.residency.placement import Placement
 from sparkd.residency.ring import HALF_LIFE
 from sparkd.residency.slabs import LayerSize, SlabSize
 from sparkd.residency.slots import Place, Record
-from sparkd.residency.transfers import Adopted, Residency
+from sparkd.residency.transfers import Residency
 
 Key = tuple[int, int]
 

@@ -186,6 +186,11 @@ def test_the_daemon_that_runs_is_examined(
     }  # fmt: skip
     assert found["memory"]["what"] == "served; it needs 2.0 GiB of 4.0 GiB (memory.host_gib)"
     assert found["model"]["what"].startswith(str(DEMO_MODEL))
+    tier = {"partial": True, "slots": 6, "records": 8}
+    scarce = fake_daemon(status=status | {"model": {"path": str(DEMO_MODEL)}, "residency": tier})
+    _, with_less = examined(capsys, "--socket", str(scarce.path))
+    assert with_less["memory"]["level"] == "warn"
+    assert with_less["memory"]["what"].endswith("room for 6 of 8 experts, the others are read from disk when used")
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert found["descriptors"]["what"].startswith(f"{soft} files may be open, ")
 

@@ -9,12 +9,12 @@ import pytest
 from residency_model import Tier
 
 from sparkd.residency.commands import Cancel, Copy, Grant, Hurry, Publish, Refuse, Retract
-from sparkd.residency.epochs import Steps
+from sparkd.residency.epochs import Adopted, Steps
 from sparkd.residency.leases import LeaseState, Use
 from sparkd.residency.placement import Placement, PlacementError
 from sparkd.residency.slabs import LayerSize, SlabSize, SlabUse
 from sparkd.residency.slots import GENERATIONS, Place, Record, Slot, SlotState
-from sparkd.residency.transfers import Adopted, Residency
+from sparkd.residency.transfers import Residency
 
 IDLE = [Steps(0, 0)]
 

@@ -93,6 +93,25 @@ def test_residency_is_a_bar_for_each_layer_beside_the_use_of_its_experts(capsys:
     assert "██████████░░░░░░░░░░" in second and "2 of 4" in second and "██" in second and "50%" in second
 
 
+def test_a_tier_smaller_than_the_model_tells_what_it_has_room_for_and_what_was_missed(capsys) -> None:
+    slab = {"record_bytes": MIB, "slots": 6, "reserve": 2, "spare": 1, "hot": 1, "ring": 3, "moving": 0, "free": 2}
+    tier = {
+        "records": 8, "slots": 6, "partial": True, "resident": 4, "layers": [{"records": 8, "resident": 4}],
+        "slabs": [slab], "read_bytes": 5 * MIB, "moved_bytes": MIB,
+        "uses": {"decode": {"uses": 200, "misses": 3}, "prefill": {"uses": 0, "misses": 0}},
+        "placement": {"version": 2, "swaps_left": 7, "refused": ""},
+    }  # fmt: skip
+    text = shown(document() | {"residency": tier}, capsys)
+    assert "room for 6 of 8, the others are read when used" in row(text, "experts  ")
+    assert "1 hot, 3 ring, 2 reserve, 1 spare" in text
+    assert "decode: 98.5% of 200 uses found their expert in memory" in text and "prefill:" not in text
+    assert "5.0 MiB read from disk since the start, 1.0 MiB moved" in text
+    assert "placement 2: 7 swaps are left" in text
+    refused = tier | {"placement": {"version": 2, "swaps_left": 7, "refused": "placement 3: too hot"}}
+    assert "refused placement 3: too hot" in shown(document() | {"residency": refused}, capsys)
+    assert "room for" not in shown(document(), capsys)
+
+
 def test_loading_is_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(document() | {"state": "loading"}, capsys)
     assert row(text, "loading  ").endswith("██████████░░░░░░░░░░ 10.0 MiB of 20.0 MiB")
