@@ -45,8 +45,13 @@ void tiles(const Weight& w, int64_t begin, int64_t end, const Activations& x, co
             for (int m = 0; m < n; ++m) part[m] = quantised(x, targets[i + m].row);
             Tile<T> tile(w.row(first), w.row_bytes(), rows, w.columns, part, n, own);
             const auto* sums = reinterpret_cast<const float*>(tile.products());
-            for (int m = 0; m < n; ++m)
-                std::memcpy(targets[i + m].out + first, sums + m * kRows, static_cast<size_t>(rows) * sizeof(float));
+            for (int m = 0; m < n; ++m) {
+                float* out = targets[i + m].out + first;
+                if (rows == kRows)
+                    std::memcpy(out, sums + m * kRows, kRows * sizeof(float));  // a known size takes two instructions
+                else
+                    std::copy_n(sums + m * kRows, rows, out);
+            }
         }
     }
 }

@@ -38,7 +38,7 @@ inline __m256i first_lanes(int count) {
 
 // isum of a block of 256 as lanes that add up to it; msum likewise.
 template <class T>
-inline Sum block_sum(const uint8_t* b, const QuantisedRow& x, int64_t block, __m128i& msum) {
+[[gnu::always_inline]] inline Sum block_sum(const uint8_t* b, const QuantisedRow& x, int64_t block, __m128i& msum) {
     const int8_t* q = x.q + 256 * block;
     _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead, _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + 64, _MM_HINT_T0);
@@ -66,44 +66,61 @@ inline Sum block_sum(const uint8_t* b, const QuantisedRow& x, int64_t block, __m
     return sum;
 }
 
+// The same as a function of its own: inlined eight times, the types with six-bit scales take a third longer (measured
+// with g++ 12), the others a seventh less.
+template <class T>
+[[gnu::noinline]] Sum block_sum_apart(const uint8_t* b, const QuantisedRow& x, int64_t block, __m128i& msum) {
+    return block_sum<T>(b, x, block, msum);
+}
+
 // Lane i: the sum of the four lanes of v[i].
 inline __m256i eight_quads(const __m128i* v) {
     const auto both = [&](int i) { return _mm256_setr_m128i(v[i], v[i + 4]); };
     return _mm256_hadd_epi32(_mm256_hadd_epi32(both(0), both(1)), _mm256_hadd_epi32(both(2), both(3)));
 }
 
+// The terms t of blocks `base` to `base + present - 1` of `rows` <= 8 / LANES weight rows, one per lane; +0 in the lanes
+// left over, of which there are none if FULL.
+template <class T, int LANES, bool FULL>
+inline __m256 wide_terms(const uint8_t* w, int64_t row_bytes, int rows, int base, int present, const QuantisedRow& x) {
+    const __m256i lane_of_row = _mm256_and_si256(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(LANES - 1));
+    const auto there = [&](int lane) { return FULL || (lane / LANES < rows && lane % LANES < present); };
+    const auto block_at = [&](int lane) {
+        return w + lane / LANES * row_bytes + static_cast<int64_t>(base + lane % LANES) * T::kBytes;
+    };
+    Sum isum[8];
+    __m128i msum[8];
+    for (int lane = 0; lane < 8; ++lane) {
+        isum[lane] = no_sum();
+        if constexpr (T::kOffset) msum[lane] = _mm_setzero_si128();
+        if (!there(lane)) continue;
+        constexpr auto sum = std::is_base_of_v<Offsets, T> ? block_sum_apart<T> : block_sum<T>;
+        isum[lane] = sum(block_at(lane), x, base + lane % LANES, msum[lane]);
+    }
+    const auto factors = [&](int offset) {
+        const auto at = [&](int lane) { return there(lane) ? load_as<int16_t>(block_at(lane) + offset) : int16_t{0}; };
+        return _mm256_cvtph_ps(_mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
+    };
+    const __m256 a = _mm256_permutevar8x32_ps(_mm256_maskload_ps(x.a + base, first_lanes(present)), lane_of_row);
+    const __m256 da = _mm256_mul_ps(factors(T::kD), a);
+    const __m256 i = _mm256_cvtepi32_ps(eight_sums(isum));
+    if constexpr (T::kOffset) {
+        // The field is -o, and a sign changes no rounding.
+        const __m256 oa = _mm256_mul_ps(factors(T::kO), a);
+        return _mm256_fmsub_ps(da, i, _mm256_mul_ps(oa, _mm256_cvtepi32_ps(eight_quads(msum))));
+    }
+    return _mm256_mul_ps(da, i);
+}
+
 // Products of `rows` <= 8 / LANES weight rows of blocks of 256 with x.
 template <class T, int LANES>
 inline __m256 wide_rows(const uint8_t* w, int64_t row_bytes, int rows, int blocks, const QuantisedRow& x) {
-    const __m256i lane_of_row = _mm256_and_si256(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(LANES - 1));
     __m256 partial = _mm256_setzero_ps();
     for (int base = 0; base < blocks; base += LANES) {
         const int present = std::min(LANES, blocks - base);
-        Sum isum[8];
-        __m128i msum[8];
-        alignas(16) uint16_t d[8] = {}, o[8] = {};
-        for (int lane = 0; lane < 8; ++lane) {
-            isum[lane] = no_sum();
-            if constexpr (T::kOffset) msum[lane] = _mm_setzero_si128();
-            if (lane / LANES >= rows || lane % LANES >= present) continue;
-            const int block = base + lane % LANES;
-            const uint8_t* b = w + lane / LANES * row_bytes + static_cast<int64_t>(block) * T::kBytes;
-            isum[lane] = block_sum<T>(b, x, block, msum[lane]);
-            d[lane] = load_as<uint16_t>(b + T::kD);
-            if constexpr (T::kOffset) o[lane] = load_as<uint16_t>(b + T::kO);
-        }
-        const __m256 a = _mm256_permutevar8x32_ps(_mm256_maskload_ps(x.a + base, first_lanes(present)), lane_of_row);
-        const __m256 da = _mm256_mul_ps(_mm256_cvtph_ps(load_128(d)), a);
-        const __m256 i = _mm256_cvtepi32_ps(eight_sums(isum));
-        __m256 t;
-        if constexpr (T::kOffset) {
-            // The field is -o, and a sign changes no rounding.
-            const __m256 oa = _mm256_mul_ps(_mm256_cvtph_ps(load_128(o)), a);
-            t = _mm256_fmsub_ps(da, i, _mm256_mul_ps(oa, _mm256_cvtepi32_ps(eight_quads(msum))));
-        } else {
-            t = _mm256_mul_ps(da, i);
-        }
-        partial = _mm256_add_ps(partial, t);
+        const bool full = rows == 8 / LANES && present == LANES;
+        partial = _mm256_add_ps(partial, full ? wide_terms<T, LANES, true>(w, row_bytes, rows, base, present, x)
+                                              : wide_terms<T, LANES, false>(w, row_bytes, rows, base, present, x));
     }
     return tree<LANES>(partial);
 }
