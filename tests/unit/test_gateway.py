@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from gateway_status import document
 
 from spark_client import messages as m
 from spark_gateway import answer, main
+from spark_gateway.__main__ import run
 from spark_gateway.body import MAX_BYTES, MAX_DEPTH
 from spark_gateway.errors import ApiError
 from spark_gateway.keys import Holder, Keys, KeysError, make
@@ -294,3 +296,13 @@ def test_a_stream_that_waits_says_that_it_lives_whatever_news_come(
     assert asyncio.run(read()) == [alive, alive, began, answer.Piece([m.Part("text", "x")], [7])]
     monkeypatch.setattr(answer, "ALIVE_S", 1000.0)
     assert asyncio.run(read())[0] == began
+
+
+def test_without_its_libraries_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "spark_gateway.main")
+    monkeypatch.delattr("spark_gateway.main")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert run() == 1
+    assert capsys.readouterr().err == "sparkd-gateway: uvicorn is not installed; pip install 'sparkd[gateway]'\n"
