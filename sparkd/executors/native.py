@@ -9,6 +9,7 @@ record of every segment that starts at position 0, so a fresh slot needs no prep
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,25 +120,34 @@ class NativeExecutor:
         waited = np.empty(self._rows, np.int32)
         if self._stager is not None and (addresses := self._stager.begin()) is not None:
             self._plan.publish(addresses)
+        waited_s = 0.0
         pause = self._plan.step(tokens, segments, tables, logits_rows, logits, experts, waited)
         while pause is not None:
-            self._bring(*pause)
+            waited_s += self._bring(*pause)
             pause = self._plan.resume()
         check_experts(experts, self._experts)
-        return StepResult(logits, experts, waited)
+        return StepResult(logits, experts, waited, waited_s)
 
-    def _bring(self, layer: int, decode: list[int], prefill: list[int]) -> None:
-        """Have the experts of a paused step computed: those that are there while the absent ones come, then those."""
+    def _bring(self, layer: int, decode: list[int], prefill: list[int]) -> float:
+        """Have the experts of a paused step computed: those that are there while the absent ones come, then those.
+
+        The seconds that were spent waiting.
+        """
         if self._stager is None:
             raise RuntimeError(f"experts {decode + prefill} of expert layer {layer} have no address")
         self._stager.request(layer, decode, prefill)
         self._plan.compute([], [])
+        waited_s = 0.0
+        began = time.monotonic()
         try:
             for arrived, addresses in self._stager.arrivals():
+                waited_s += time.monotonic() - began
                 self._plan.compute(arrived, addresses)
+                began = time.monotonic()
         except RecordRefused as error:
             rows = self._plan.waiting_rows(error.expert)
             raise RecordRefused(error.what, error.layer, error.expert, rows) from None
+        return waited_s
 
     def trace(self, value: ops.Value) -> NDArray[np.float32]:
         """A kept value of the last step, float32 [rows, width]."""

@@ -145,7 +145,7 @@ class Engine:
         except RecordRefused as error:
             return events + self._give_up(step, error)
         now = self._clock()
-        self._account(step, now - began)
+        self._account(step, now - began, result.waited_s)
         self._count_hits(step, result)
         self._report_routing(step, result)
         logits = iter(result.logits)
@@ -189,8 +189,8 @@ class Engine:
                 wanted.append(len(tokens) - 1)
         return Batch(np.array(tokens, np.int32), tuple(segments), np.array(wanted, np.int32))
 
-    def _account(self, step: Step, seconds: float) -> None:
-        self._scheduler.measured(step, seconds)
+    def _account(self, step: Step, seconds: float, waited: float) -> None:
+        self._scheduler.measured(step, seconds - waited)
         self.counts.steps += 1
         if step.chunk is None:
             self.decode.add(len(step.decode), seconds)

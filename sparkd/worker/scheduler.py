@@ -4,8 +4,8 @@ A step carries one row of every decoding sequence and at most one chunk of one p
 its end). The chunk is sized so that a step takes about `max_step_s`: it grows while steps are shorter and shrinks as
 soon as one is longer, so that those who decode never wait long for somebody's prompt.
 
-Where experts are read from the disk, a chunk has each of them read once, however short it is: one that nobody who
-decodes waits for is as long as it can be.
+Where experts are read from the disk, a chunk has each of them read once, however short it is: what a step waits for
+them does not count against its chunk, and one that nobody who decodes waits for is as long as it can be.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Scheduler:
         return Step(tuple(decode), chunk) if decode or chunk else None
 
     def measured(self, step: Step, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
+        """Learn from a step that computed for `seconds`."""
         if step.chunk is None or self._unlimited(step.decode):
             return
         factor = max(_SHRINK, min(_GROWTH, self.max_step_s / max(seconds, 1e-6)))

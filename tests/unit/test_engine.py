@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ class FakeExecutor:
         #: Sequences whose first id this is need a record that cannot be had, from the step of this number on.
         self.refused: tuple[int, int] | None = None
         self.waited: list[int] = []
+        self.waited_s = 0.0
         self.read: dict[int, list[int]] = {}
         self.batches: list[Batch] = []
         self.poison = poison
@@ -62,7 +65,7 @@ class FakeExecutor:
             self.refuse(batch, self.refused[0])
         experts = np.zeros((1, len(batch.tokens), 2), np.int16)
         waited = np.resize(np.array(self.waited or [0], np.int32), len(batch.tokens))
-        return StepResult(np.array(logits, np.float32).reshape(-1, VOCAB), experts, waited)
+        return StepResult(np.array(logits, np.float32).reshape(-1, VOCAB), experts, waited, self.waited_s)
 
     def refuse(self, batch: Batch, first: int) -> None:
         row, rows = 0, []
@@ -107,7 +110,15 @@ def text_of(tokens: list[int]) -> str:
 
 
 class Bench:
-    def __init__(self, limit: int = 2, poison: int | None = None, vocab: int = VOCAB, room: int | None = None) -> None:
+    def __init__(
+        self,
+        limit: int = 2,
+        poison: int | None = None,
+        vocab: int = VOCAB,
+        room: int | None = None,
+        max_step_s: float = 1e9,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         layout = StateLayout.of(PROGRAM, 4)
         self.pool = StatePool(layout, PoolSize.worst_case(layout, limit, room or CONTEXT, MAX_ROWS), MAX_ROWS)
         self.executor = FakeExecutor(poison)
@@ -116,12 +127,13 @@ class Bench:
         self.engine = Engine(
             self.executor,
             self.pool,
-            Scheduler(MAX_ROWS, 1e9),
+            Scheduler(MAX_ROWS, max_step_s),
             {END},
             limit,
             vocab=vocab,
             steps=StepCounter(self.counters, 0),
             routed=self.routed.append,
+            clock=clock,
         )
 
     def submit(self, request: int, prompt: list[int], produced: list[int] | None = None, **fields: Any) -> None:
@@ -381,6 +393,16 @@ def test_a_record_that_cannot_be_had_fails_who_needs_it_and_the_others_begin_aga
         assert tokens(events, request) == continuation(prompts[request], 7)
         assert [e.index for e in events if isinstance(e, Produced) and e.request == request] == list(range(7))
         assert done(events, request).reason == "length"
+
+
+@pytest.mark.parametrize(("waited", "rows"), [(0.0, MAX_ROWS // 4), (9.9, MAX_ROWS)])
+def test_time_that_a_step_waits_for_experts_does_not_shorten_the_next_chunk(waited: float, rows: int) -> None:
+    times = iter(range(0, 1000, 10))
+    bench = Bench(max_step_s=0.25, clock=lambda: float(next(times)))
+    bench.executor.waited_s = waited
+    bench.submit(1, [1] * 60, max_tokens=1)
+    bench.engine.step()
+    assert bench.engine.chunk_rows == rows
 
 
 def test_routing_says_which_rows_count_as_decode() -> None:
