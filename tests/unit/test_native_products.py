@@ -45,7 +45,7 @@ def products(isa: str, format: Format, activations: NDArray[np.float32], table: 
     x = Value("x", columns)
     head = ops.Logits(x, Weight("weight", rows, columns))
     embed = ops.Embed(Weight("activations", count, columns), x)
-    program = Program("test", columns, rows, 64, (embed, head), *[()] * 5)
+    program = Program("test", columns, rows, 128, (embed, head), *[()] * 5)
     layout = StateLayout.of(program, 2)
     memory = StateMemory.allocate(layout, (), 0)
     weights = TwoTensors(activations, table, format)
