@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_disk import FakeDisk
 from filled_arena import Filled, adopting, empty, expert_bytes, regions_closed
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sparkd.ipc.directory import State, StepCounter
+from sparkd.ipc.directory import Entry, State, StepCounter
 from sparkd.residency.commands import Grant, Refuse
 from sparkd.residency.leases import Use
 from sparkd.residency.placement import Placement, PlacementError
@@ -54,13 +55,10 @@ def arena_record(one: Filled, record: Record, slot: int) -> bytes:
 
 def residents(one: Filled) -> dict[Record, Place]:
     """What the directory's words say."""
-    found = {}
-    for layer, records in enumerate(one.arena.layout.layers):
-        for expert in range(records.experts):
-            entry = one.arena.directory.entry(layer, expert)
-            if entry.state is State.RESIDENT:
-                found[Record(layer, expert)] = Place(entry.slot, entry.generation)
-    return found
+    words = one.arena.directory.snapshot()
+    there = np.argwhere(words >> np.uint64(62) == State.RESIDENT).tolist()
+    entries = {Record(layer, expert): Entry.of(int(words[layer, expert])) for layer, expert in there}
+    return {record: Place(entry.slot, entry.generation) for record, entry in entries.items()}
 
 
 def check(one: Filled) -> None:
@@ -364,6 +362,6 @@ def test_any_order_of_things_with_real_memory(model_path, request):
     run_state_machine_as_test(
         WithModel,
         settings=settings(
-            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
