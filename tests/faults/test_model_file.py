@@ -11,6 +11,9 @@ import pytest
 from daemon import Daemon, alive, daemon, until
 
 from spark_client import RequestFailed
+from sparkd.config import ModelSettings, Settings
+from sparkd.residency.budget import GIB, Limit
+from sparkd.store.plan import make_plan
 
 NAME = "qwen35moe-tiny-s1-q4_k_m"
 
@@ -93,3 +96,25 @@ def test_with_little_memory_a_changed_file_ends_requests_with_the_reason(
         with pytest.raises(RequestFailed, match="is not the file that was opened first"):
             _tokens(one)
         assert one.stop() == 0
+
+
+def test_what_a_small_tier_cannot_read_any_more_fails_by_name_and_the_daemon_lives(
+    model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name = "laguna-tinyk-s1-f32"
+    path = Path(shutil.copy(model_path(name), tmp_path / f"{name}.gguf"))
+    whole = make_plan(Settings(model=ModelSettings(path=str(path))), limits=[Limit("enough", 99 * GIB)])
+    half = (whole.arena_bytes - whole.records_bytes // 2) / GIB
+    with daemon(path, tmp_path / "run", limits={"context": 256}, memory={"host_gib": half}) as one:
+        assert one.status()["residency"]["partial"]
+        _touch(path)
+        with pytest.raises(RequestFailed) as caught:
+            for _ in range(20):
+                _tokens(one)
+        assert f"{path}: is not the file that was opened first" in str(caught.value)
+        assert one.status()["state"] == "ready"
+        pids = one.pids()
+        with pytest.raises(RequestFailed, match="is not the file"):
+            for _ in range(20):
+                _tokens(one)
+        assert one.pids() == pids
