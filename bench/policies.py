@@ -1,13 +1,13 @@
 """The policy laboratory: what share of its experts would a tier have had ready, run in one way or another?
 
     python bench/policies.py [--demo demo_routing.npz] [--public FOLDER] [--trace FILE.npz ...]
-                             [--capacity 10 25 ...] [--tokens N] [--plot FILE.svg] [--json FILE]
+                             [--capacity 10 25 ...] [--tokens N] [--warm] [--plot FILE.svg] [--json FILE]
 
-Replays routing in the order of time, a cache over all layers with so many percent of the records, cold at first. All
-but the uniform choice and Belady's optimum is the daemon's own code: `calibration/shadow` over `residency/ring` (here
-compiled, `fast_shadow`), and for "ours" the adviser with its counts, its sample of shadows and its placements. What a
-placement brings counts as a miss. "LFU" is the decayed frequency whose half-life was best on this very traffic, known
-afterwards.
+Replays routing in the order of time, a cache over all layers with so many percent of the records, cold at first (but
+"static", and ours if it is `--warm`). All but the uniform choice and Belady's optimum is the daemon's own code:
+`calibration/shadow` over `residency/ring` (here compiled, `fast_shadow`), and for "ours" the adviser with its counts,
+its sample of shadows and its placements. What a placement brings counts as a miss. "LFU" is the decayed frequency whose
+half-life was best on this very traffic, known afterwards.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from traffic import Trace, demo, made, recorded
 
 from sparkd.calibration.adviser import Adviser, Tier
 from sparkd.calibration.counts import RoutingCounts
-from sparkd.calibration.shadow import FIRST, LRU, STATIC, Rule
+from sparkd.calibration.shadow import FIRST, LRU, STATIC, Rule, Shadow
 from sparkd.calibration.tuner import top
+from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import LayerSize
 
 _CAPACITIES = (10, 25, 40, 60, 80)
@@ -54,7 +55,7 @@ class Result:
     belady: float
 
 
-def play(trace: Trace, percent: int) -> Result:
+def play(trace: Trace, percent: int, warm: bool = False) -> Result:
     """All policies at one capacity."""
     slots = max(1, round(trace.records * percent / 100))
     steps = [np.unique(numbers).tolist() for numbers in trace.numbers()]
@@ -63,7 +64,7 @@ def play(trace: Trace, percent: int) -> Result:
     found = {rule: _shadow(rule, slots, steps, trace.records, profile) / uses for rule in (STATIC, LRU, *_DECAYS)}
     best = max(_DECAYS, key=lambda rule: found[rule])
     chance = np.random.default_rng(1).permutation(trace.records)
-    ours, rule = _ours(trace, slots, steps)
+    ours, rule = _ours(trace, slots, steps, warm)
     return Result(
         trace.kind,
         trace.name,
@@ -86,22 +87,34 @@ def _shadow(rule: Rule, slots: int, steps: Sequence[list[int]], records: int, pr
     return sum(map(shadow.step, steps))
 
 
-def _ours(trace: Trace, slots: int, steps: Sequence[list[int]]) -> tuple[int, Rule]:
-    """Hits of a tier that follows the adviser, less what placements brought."""
+def _ours(trace: Trace, slots: int, steps: Sequence[list[int]], warm: bool) -> tuple[int, Rule]:
+    """Hits of a tier that follows the adviser, less what placements brought while it served.
+
+    `warm`: at the start it holds what the profile says.
+    """
     layers = trace.ids.shape[2]
     tier = Tier("host", (LayerSize(0, trace.experts),) * layers, (1,), (slots,), (0,))
     adviser, counts = Adviser(tier, shadow=FastShadow), RoutingCounts(layers, trace.experts)
     live = FastShadow([0] * trace.records, [slots], FIRST)
+    if warm:
+        counts.add(trace.profile.transpose(1, 0, 2).astype(np.int16), np.ones(len(trace.profile), bool))
+        _follow(live, adviser, adviser.warm(counts.blended()), trace)
     hits = 0
     for ids, step in zip(trace.ids, steps, strict=True):
         hits += live.step(step)
         adviser.step(counts.add(ids.transpose(1, 0, 2).astype(np.int16), np.ones(len(ids), bool)))
         if adviser.due:
-            placement = adviser.advise(counts.blended())
-            if placement is not None:
-                live.change(adviser.rule)
-                hits -= live.pin(r.layer * trace.experts + r.expert for r in placement.ranked([trace.experts] * layers))
+            hits -= _follow(live, adviser, adviser.advise(counts.blended()), trace)
     return hits, adviser.rule
+
+
+def _follow(live: Shadow, adviser: Adviser, placement: Placement | None, trace: Trace) -> int:
+    """Do what the adviser says; how many records that brought."""
+    if placement is None:
+        return 0
+    live.change(adviser.rule)
+    ranked = placement.ranked([trace.experts] * trace.ids.shape[2])
+    return live.pin(record.layer * trace.experts + record.expert for record in ranked)
 
 
 def _belady(steps: Sequence[list[int]], slots: int) -> int:
@@ -167,6 +180,9 @@ def main() -> None:
     parser.add_argument("--public", type=Path, help="folder with counts of public models")
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="files that sparkctl trace wrote")
     parser.add_argument("--capacity", type=int, nargs="*", default=list(_CAPACITIES), help="percent of the records")
+    parser.add_argument(
+        "--warm", action="store_true", help="ours begins with what the profile says, as the daemon does"
+    )
     parser.add_argument("--tokens", type=int, help="play at most so many steps of each trace")
     parser.add_argument("--plot", type=Path, help="where to draw")
     parser.add_argument("--json", type=Path, help="where to write every single result")
@@ -182,7 +198,7 @@ def main() -> None:
         traces = [replace(trace, ids=trace.ids[: given.tokens]) for trace in traces]
     build()
     with ProcessPoolExecutor(given.jobs) as pool:
-        runs = [pool.submit(play, trace, percent) for trace in traces for percent in given.capacity]
+        runs = [pool.submit(play, trace, percent, given.warm) for trace in traces for percent in given.capacity]
         results = [run.result() for run in runs]
     print(table(results))
     print()
