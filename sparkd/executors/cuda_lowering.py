@@ -7,6 +7,7 @@ alone by the kernels.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -170,8 +171,9 @@ class Lowering:
         placed = {}
         for name, size in sizes.items():
             stored = self._weights.tensor(name)
+            host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(stored.address))
             address = self._device.allocate(size)
-            self._device.copy(self._stream, address, self._device.register(stored.address, size), size)
+            self._device.upload(self._stream, address, host)
             placed[name] = (address, stored.format)
         return placed
 

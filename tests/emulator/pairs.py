@@ -23,6 +23,7 @@ from sparkd.graph.state import StateLayout
 from sparkd.ipc.memory import Region
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
+from sparkd.store.copier import Copier
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.loader import Loader
 from sparkd.store.residents import Residents
@@ -40,7 +41,8 @@ def loaded(path: Path) -> Iterator[Arena]:
     region = Region.create(layout.total_bytes)
     try:
         arena = Arena.create(region, model, program, layout)
-        Loader(Residents(arena)).load()
+        copier = Copier(arena)
+        Loader(Residents(arena, copier), copier).load()
         yield arena
     finally:
         region.close()

@@ -165,37 +165,7 @@ struct Layer {
     SharedExpert shared;
 };
 
-// inner[target[b]] = silu(gate x) * (up x) for the rows of this block; the last block of a span of 256 quantises it.
-template <int COUNT>
-__device__ inline void gate_up_rows(const Matrix& gate, const Matrix& up, const Inputs& in, const int* x_row,
-                                    const int* target, int count, uint4* stage, float* inner, const Quantised& forms,
-                                    uint32_t* counters) {
-    const int per_warp = rows_per_warp(gate.columns);
-    const int per_block = kWarps * per_warp;
-    const int first_of_block = static_cast<int>(blockIdx.x) * per_block;
-    if (first_of_block >= gate.rows) return;
-    const int first = first_of_block + warp_id() * per_warp;
-    if (first < gate.rows) {
-        float gates[COUNT], ups[COUNT];
-        row_products<COUNT>(gate, first, in, x_row, count, stage, gates);
-        row_products<COUNT>(up, first, in, x_row, count, stage, ups);
-        const int lanes = 32 / per_warp;
-        const int row = first + lane_id() / lanes;
-        if (lane_id() % lanes == 0 && row < gate.rows)
-            for (int b = 0; b < COUNT; ++b)
-                if (b < count) inner[static_cast<int64_t>(target[b]) * gate.rows + row] = silu(gates[b]) * ups[b];
-    }
-    if (!forms.wanted()) return;
-    const int span = first_of_block / 256;
-    const int left = gate.rows - 256 * span < 256 ? gate.rows - 256 * span : 256;
-    if (!last_of(counters + span, static_cast<uint32_t>((left + per_block - 1) / per_block))) return;
-    for (int b = 0; b < count; ++b) {
-        const int64_t place = static_cast<int64_t>(target[b]) * gate.rows + 256 * span;
-        quantise_block(inner + place, left, forms.at(place));
-        __syncthreads();
-    }
-}
-
+// inner[target[b]] = silu(gate x) * (up x); the last block of a span of 256 inner rows quantises it.
 // grid (blocks of the longer gate, pairs at most + 2), block 32 x kWarps: a row of blocks for each group, then the shared
 // expert, then its scalar.
 template <int COUNT>
@@ -203,33 +173,61 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
                                int top_k, Inputs in) {
     __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
     const int g = static_cast<int>(blockIdx.y);
-    const int spans = (layer->gate.rows + 255) / 256;
+    const bool is_shared = g == static_cast<int>(gridDim.y) - 2;
+    const bool is_scalar = g == static_cast<int>(gridDim.y) - 1;
+    const bool routed = !is_shared && !is_scalar;
+    if (routed && g >= groups->count) return;
+    const SharedExpert& shared = layer->shared;
+    const uint64_t record = routed ? records[groups->expert[g]] : 0;
+    const auto weight = [&](int pass) {
+        const Piece* piece = pass == 0 ? &layer->gate : &layer->up;
+        const Matrix* matrix = is_scalar ? &shared.scalar : pass == 0 ? &shared.gate : &shared.up;
+        return Matrix{routed ? record + static_cast<uint64_t>(piece->offset) : matrix->address,
+                      routed ? piece->type : matrix->type, routed ? piece->rows : matrix->rows,
+                      routed ? piece->columns : matrix->columns, routed ? piece->row_bytes : matrix->row_bytes};
+    };
+    const int rows = weight(0).rows;
+    const int per_warp = rows_per_warp(weight(0).columns);
+    const int per_block = kWarps * per_warp;
+    const int first_of_block = static_cast<int>(blockIdx.x) * per_block;
+    if (first_of_block >= rows) return;
+
+    const int begin = routed ? groups->first[g] : 0;
+    const int count = routed ? groups->first[g + 1] - begin : batch->rows;  // one pair of each row at most
     int x_row[COUNT], target[COUNT];
-    if (g >= static_cast<int>(gridDim.y) - 2) {
-        const SharedExpert& shared = layer->shared;
-        for (int b = 0; b < COUNT; ++b) x_row[b] = b;
-        if (g == static_cast<int>(gridDim.y) - 2) {
-            gate_up_rows<COUNT>(shared.gate, shared.up, in, x_row, x_row, batch->rows, stage[warp_id()], shared.inner,
-                                shared.forms, layer->counters + kMaxPairs * spans);
-        } else if (blockIdx.x == 0 && warp_id() == 0 && shared.scalar.rows != 0) {
-            float y[COUNT];
-            row_products<COUNT>(shared.scalar, 0, in, x_row, batch->rows, stage[0], y);
-            if (lane_id() == 0)
-                for (int b = 0; b < COUNT; ++b)
-                    if (b < batch->rows) shared.factor[b] = y[b];
-        }
-        return;
-    }
-    if (g >= groups->count) return;
-    const uint64_t record = records[groups->expert[g]];
-    const int begin = groups->first[g];
-    const int pairs = groups->first[g + 1] - begin;  // one of each row at most
     for (int b = 0; b < COUNT; ++b) {
-        target[b] = b < pairs ? groups->pair[begin + b] : 0;
-        x_row[b] = target[b] / top_k;
+        target[b] = !routed ? b : b < count ? groups->pair[begin + b] : 0;
+        x_row[b] = routed ? target[b] / top_k : b;
     }
-    gate_up_rows<COUNT>(layer->gate.in(record), layer->up.in(record), in, x_row, target, pairs, stage[warp_id()],
-                        layer->inner, layer->forms, layer->counters + g * spans);
+    float* inner = routed ? layer->inner : shared.inner;
+    const int first = first_of_block + warp_id() * per_warp;
+    const int lanes = 32 / per_warp;
+    const int row = first + lane_id() / lanes;
+#pragma unroll 1  // one copy of the products' code: two take more registers than there are
+    for (int pass = 0; pass < (is_scalar ? 1 : 2) && first < rows; ++pass) {
+        float y[COUNT];
+        row_products<COUNT>(weight(pass), first, in, x_row, count, stage[warp_id()], y);
+        if (lane_id() % lanes != 0 || row >= rows) continue;
+        for (int b = 0; b < COUNT; ++b) {
+            if (b >= count) break;
+            float* to = is_scalar ? shared.factor + b : inner + static_cast<int64_t>(target[b]) * rows + row;
+            *to = pass == 0 ? y[b] : silu(*to) * y[b];
+        }
+    }
+    const Quantised& forms = routed ? layer->forms : shared.forms;
+    if (is_scalar || !forms.wanted()) return;
+    const int spans = (layer->gate.rows + 255) / 256;
+    const int span = first_of_block / 256;
+    const int left = rows - 256 * span < 256 ? rows - 256 * span : 256;
+    uint32_t* counter = layer->counters + (routed ? g : kMaxPairs) * spans + span;
+    if (!last_of(counter, static_cast<uint32_t>((left + per_block - 1) / per_block))) return;
+#pragma unroll 1
+    for (int b = 0; b < COUNT; ++b) {
+        if (b >= count) break;
+        const int64_t place = static_cast<int64_t>(routed ? groups->pair[begin + b] : b) * rows + 256 * span;
+        quantise_block(inner + place, left, forms.at(place));
+        __syncthreads();
+    }
 }
 
 // ranked[pair] = down · inner[pair], and the same for the shared expert. grid (blocks of down, pairs at most + 1).

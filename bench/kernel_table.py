@@ -1,0 +1,142 @@
+"""What the CUDA kernels take of a multiprocessor, by GPU generation: registers, shared memory, spills.
+
+    python bench/kernel_table.py [--write docs/kernels.md] [--architectures 75,86,...] [--types Q4_K,...] [--counts 1,8]
+
+Compiles the kernels with nvcc as the GPU worker has them compiled by NVRTC, and reads what ptxas says. Occupancy is
+what registers, threads and static shared memory allow of the warps that a multiprocessor can hold. Ends with status 1
+when a kernel of a single row spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkd.executors.cuda_device import OPTIONS
+from sparkd.executors.cuda_source import COUNTS, kernel_source
+from sparkd.gguf.formats import FORMATS_BY_NAME
+
+#: Compute capability: registers, warps, blocks and bytes of shared memory of a multiprocessor.
+LIMITS = {
+    75: (65536, 32, 16, 65536),
+    80: (65536, 64, 32, 167936),
+    86: (65536, 48, 16, 102400),
+    89: (65536, 48, 24, 102400),
+    90: (65536, 64, 32, 233472),
+    120: (65536, 48, 32, 102400),
+}
+#: Threads of a block of the kernels that multiply; the others are launched with at most 256.
+_THREADS = 128
+_MULTIPLY = re.compile(r"(linear|logits|route|gate_up|down)_\d+$")
+_ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_\d+'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers.*?(?:, (\d+) bytes smem)?(?:,|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One kernel on one architecture. Bytes; `spilled` counts stores and loads."""
+
+    kernel: str
+    registers: int
+    shared: int
+    spilled: int
+
+    def occupancy(self, architecture: int) -> float:
+        """Share of the warps of a multiprocessor that can be there at a time."""
+        registers, warps, blocks, shared = LIMITS[architecture]
+        threads = _THREADS if _MULTIPLY.match(self.kernel) else 256
+        per_warp = -(-self.registers * 32 // 256) * 256
+        fitting = min(blocks, registers // (per_warp * threads // 32), warps * 32 // threads)
+        if self.shared:
+            fitting = min(fitting, shared // (self.shared + 1024))
+        return fitting * threads / 32 / warps
+
+
+def compile_for(architecture: int, types: Sequence[str], counts: Sequence[int]) -> list[Usage]:
+    """Usage of all kernels. RuntimeError with the compiler's words."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernels.cu")
+        source.write_text(kernel_source([FORMATS_BY_NAME[name] for name in types], counts))
+        command = [
+            "nvcc",
+            *OPTIONS,
+            "-cubin",
+            f"-arch=sm_{architecture}",
+            "-Xptxas",
+            "-v",
+            "-o",
+            f"{folder}/out",
+            source,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return parse(done.stderr)
+
+
+def parse(text: str) -> list[Usage]:
+    """What ptxas says of each kernel."""
+    usages, kernel, spilled = [], "", 0
+    for line in text.splitlines():
+        if entry := _ENTRY.search(line):
+            kernel, spilled = entry.group(1), 0
+        elif spills := _SPILLS.search(line):
+            spilled = int(spills.group(2)) + int(spills.group(3))
+        elif used := _USED.search(line):
+            shared = re.search(r"(\d+) bytes smem", line)
+            usages.append(Usage(kernel, int(used.group(1)), int(shared.group(1)) if shared else 0, spilled))
+    return sorted(usages, key=lambda usage: usage.kernel)
+
+
+def table(found: dict[int, list[Usage]]) -> str:
+    """Markdown: a row for each kernel, a column for each architecture."""
+    rows = ["| kernel | " + " | ".join(f"sm_{a}" for a in found) + " |", "| --- |" + " --- |" * len(found)]
+    for number, usage in enumerate(next(iter(found.values()))):
+        cells = []
+        for architecture, usages in found.items():
+            one = usages[number]
+            spilled = f", **{one.spilled} spilled**" if one.spilled else ""
+            cells.append(f"{one.registers} r, {one.shared} B, {one.occupancy(architecture):.0%}{spilled}")
+        rows.append(f"| {usage.kernel} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--architectures", default=",".join(map(str, LIMITS)))
+    parser.add_argument("--types", default="F32,Q4_K,Q6_K,Q8_0")
+    parser.add_argument("--counts", default=",".join(map(str, COUNTS)))
+    given = parser.parse_args()
+    if shutil.which("nvcc") is None:
+        print("kernel_table: no nvcc found; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    types, counts = given.types.split(","), [int(count) for count in given.counts.split(",")]
+    found = {int(a): compile_for(int(a), types, counts) for a in given.architectures.split(",")}
+    text = f"""# Kernels
+
+Made by `python bench/kernel_table.py --write docs/kernels.md`: kernels that multiply {given.types} weights, for
+steps of {given.counts} rows. Registers of a thread, bytes of static shared memory of a block, and the share of a
+multiprocessor's warps that both allow. Nothing here was run on a GPU.
+
+{table(found)}
+"""
+    if given.write:
+        given.write.write_text(text)
+    else:
+        print(text)
+    single = [u for usages in found.values() for u in usages if not re.search(r"_[248]$", u.kernel)]
+    return 1 if any(usage.spilled for usage in single) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
