@@ -9,7 +9,8 @@ from typing import Any
 
 import msgpack
 
-from spark_client import messages as m
+from sparkd.ipc import internal
+from sparkd.ipc import messages as m
 
 _WHOLE = (
     m.Hello([m.VERSION], "app"),
@@ -21,9 +22,9 @@ _WHOLE = (
     m.StatusRequest(4),
     m.Ping(5),
     m.Bye(),
-    m.Encode(1, "x", False),
-    m.Produced(1, 0, 5, "x"),
-    m.Stop(),
+    internal.Encode(1, "x", False),
+    internal.Produced(1, 0, 5, "x"),
+    internal.Stop(),
 )
 _ODD: tuple[Any, ...] = (
     *(None, True, -1, 2**63, -(2**63), 1.5, float("nan"), float("inf"), "", "\ud800", "x" * 70000, b"\xff"),
@@ -43,7 +44,14 @@ _IMPOSSIBLE: tuple[dict[str, Any], ...] = (
     {"sampling": m.Sampling(logit_bias=[m.Bias(-1, 1.0)])},
 )
 #: Answers alone; an app that sends them is confused.
-_NOT_OF_APPS = (m.Pong(1), m.Welcome(1, "x", 1, "x", 1.0), m.Produced(1, 0, 5, "x"), m.Stop(), m.Abort(1), m.Ready("x"))
+_NOT_OF_APPS = (
+    m.Pong(1),
+    m.Welcome(1, "x", 1, "x", 1.0),
+    internal.Produced(1, 0, 5, "x"),
+    internal.Stop(),
+    internal.Abort(1),
+    internal.Ready("x"),
+)
 #: What a ZeroMQ socket says first: signature, version 3.1, mechanism NULL, no server.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
 _READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
