@@ -142,7 +142,8 @@ def test_every_model_gives_the_golden_answers_to_every_prompt(
 def test_the_chosen_models_contain_every_type_that_any_test_model_has(model_path: Callable[[str], Path]) -> None:
     found = {t.format.name for name in CHOSEN for t in ModelFile.open(model_path(name)).tensors.values()}
     computable = {f.name for f in FORMATS.values() if f.arithmetic is not None}
-    assert found == computable - {"Q4_1"}, "the generator of test models writes no Q4_1"
+    unwritten = {"Q4_1", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4"}
+    assert found == computable - unwritten, "the generator of test models writes all but these"
 
 
 @pytest.mark.parametrize(("reading", "name"), READINGS.items())

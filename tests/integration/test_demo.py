@@ -102,7 +102,8 @@ def test_an_interrupted_demo_stops_its_daemon_and_exits_130(tmp_path: Path) -> N
         assert len(family) >= 4
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == ""
-        assert process.wait() == 130
+        # Interrupted between two of its own handlers it ends by the signal, which a shell also tells as 130.
+        assert process.wait() in (130, -signal.SIGINT)
     wait_until_gone(family)
     assert list(tmp_path.iterdir()) == []
 

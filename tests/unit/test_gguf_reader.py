@@ -348,7 +348,7 @@ def test_noise_after_the_magic_is_refused_or_read(noise):
 def test_the_types_that_are_computed_have_their_arithmetic():
     by_class = {kind: {f.name for f in FORMATS.values() if f.arithmetic is kind} for kind in Arithmetic}
     assert by_class == {
-        Arithmetic.FLOAT: {"F32", "F16", "BF16"},
+        Arithmetic.FLOAT: {"F32", "F16", "BF16", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4"},
         Arithmetic.INT32: {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"},
         Arithmetic.INT256: {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"},
     }

@@ -277,6 +277,7 @@ def test_config_shows_origins_and_how_the_running_daemon_differs(
     fake_daemon: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARKD_CPU_THREADS", "3")
+    monkeypatch.setattr("sparkctl.tables.PIPE_WIDTH", 200)
     monkeypatch.chdir(tmp_path)
     path = Path("own.toml")
     path.write_text("[kv]\ntype = 'f32'\n")

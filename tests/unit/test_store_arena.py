@@ -59,7 +59,7 @@ def _check_every_byte(one: Filled, arena: Arena) -> None:
 def test_the_arena_holds_every_byte_as_the_file_has_it(model_path, name):
     one = filled(model_path(name))
     _check_every_byte(one, one.arena)
-    assert one.loader.done == one.loader.total == one.loader.read
+    assert one.loader.done == one.loader.total == one.copier.read
 
 
 def test_core_and_records_together_are_every_tensor_of_the_model(model_path):
