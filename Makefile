@@ -45,15 +45,16 @@ CHECKED := $(addprefix sparkd/kernels/cpu/,attention elementwise experts fast_pr
 ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED_base := $(ADDRESS)
 SANITIZED_v3 := $(ADDRESS) -march=x86-64-v3
+SANITIZED_vnni := $(ADDRESS) -march=x86-64-v3 -mavxvnni
 SANITIZED_v4 := $(ADDRESS) -march=x86-64-v4 -mavx512vnni
 SANITIZED_thread := -fsanitize=thread
-SANITIZED := base thread $(if $(shell grep -wm1 avx2 /proc/cpuinfo),v3) $(if $(shell grep -wm1 avx512_vnni /proc/cpuinfo),v4)
+SANITIZED := base thread $(if $(shell grep -wm1 avx2 /proc/cpuinfo),v3) $(if $(shell grep -wm1 avx_vnni /proc/cpuinfo),vnni) $(if $(shell grep -wm1 avx512_vnni /proc/cpuinfo),v4)
 SANITIZERS := $(foreach v,$(SANITIZED),$(foreach c,$(CHECKS),build/sanitize/$v/$c))
 
 sanitize: toolchain
 	@$(MAKE) --no-print-directory -j$$(nproc) $(SANITIZERS)
 	@for check in $(SANITIZERS); do echo "$$check"; $$check || exit 1; done
-	@echo "not for this machine: $(or $(filter-out $(SANITIZED),v3 v4),nothing)"
+	@echo "not for this machine: $(or $(filter-out $(SANITIZED),v3 vnni v4),nothing)"
 
 define SANITIZER
 build/sanitize/$1/%.o: %.cpp $(wildcard sparkd/kernels/*/*.h)

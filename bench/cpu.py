@@ -49,6 +49,10 @@ class Run:
     decode_used: float
 
 
+class PeerDiedError(Exception):
+    """The process of the peer ended before it answered; its exit status."""
+
+
 Way = Callable[[int, int, int], Run]
 """Threads, tokens of the prompt, decode steps."""
 
@@ -144,7 +148,10 @@ def peer(python: str, path: Path, positions: int, repack: bool) -> Iterator[Way]
         def run(threads: int, prefill: int, decode: int) -> Run:
             writer.write(f"{threads} {prefill} {decode}\n")
             writer.flush()
-            return Run(*map(float, reader.readline().split()))
+            answer = reader.readline()
+            if not answer:
+                raise PeerDiedError(process.wait())
+            return Run(*map(float, answer.split()))
 
         yield run
         writer.close()
@@ -159,8 +166,6 @@ def read_speed(megabytes: int = 512) -> float:
 def bench_model(path: Path, given: argparse.Namespace) -> None:
     positions = given.prefill + given.decode + PAGE
     print(f"\n{path.name}; a plain read by one core: {read_speed():.1f} GB/s")
-    print("| way | threads | prefill tokens/s | of processor time | decode tokens/s | of processor time |")
-    print("| --- | --- | --- | --- | --- | --- |")
     runs: dict[tuple[str, int], list[Run]] = {}
     ways: list[tuple[str, Callable[[], object]]] = [
         (f"sparkd {isa}", lambda isa=isa: sparkd(path, given.threads, positions, isa)) for isa in given.isa
@@ -174,11 +179,17 @@ def bench_model(path: Path, given: argparse.Namespace) -> None:
             for repack in (False, True)
         ]
     for _ in range(given.rounds):
-        for name, open_way in ways:
-            with open_way() as run:  # type: ignore[attr-defined]
-                for threads in given.threads:
-                    run(threads, 16, 2)  # the first use of memory is not measured
-                    runs.setdefault((name, threads), []).append(run(threads, given.prefill, given.decode))
+        for name, open_way in list(ways):
+            try:
+                with open_way() as run:  # type: ignore[attr-defined]
+                    for threads in given.threads:
+                        run(threads, 16, 2)  # the first use of memory is not measured
+                        runs.setdefault((name, threads), []).append(run(threads, given.prefill, given.decode))
+            except PeerDiedError as error:
+                print(f"{name} died: exit status {error}")
+                ways.remove((name, open_way))
+    print("| way | threads | prefill tokens/s | of processor time | decode tokens/s | of processor time |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for (name, threads), results in runs.items():
         speeds = [
             statistics.median(count / getattr(r, field) for r in results)

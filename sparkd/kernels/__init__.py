@@ -11,7 +11,9 @@ from sparkd.errors import UnsupportedError
 
 #: Flags of /proc/cpuinfo that x86-64-v3 stands for (lzcnt is called abm there), besides those of every x86-64 kernel.
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
-#: The same for x86-64-v4 with VNNI.
+#: x86-64-v3 with the products of bytes that processors have which lack AVX-512.
+_V3_VNNI = _V3 | {"avx_vnni"}
+#: x86-64-v4 with VNNI.
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 
 
@@ -33,7 +35,7 @@ def available() -> tuple[str, ...]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("portable",)
     flags = _cpu_flags()
-    needs = {"x86-64-v4": _V4, "x86-64-v3": _V3, "x86-64": frozenset()}
+    needs = {"x86-64-v4": _V4, "x86-64-v3-vnni": _V3_VNNI, "x86-64-v3": _V3, "x86-64": frozenset()}
     return tuple(isa for isa, needed in needs.items() if flags >= needed)
 
 

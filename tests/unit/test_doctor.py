@@ -89,6 +89,7 @@ def test_more_than_one_memory_node_is_a_warning(tmp_path: Path, online: str, nod
     ("isa", "best", "level"),
     [
         ("auto", "x86-64-v3", Level.OK),
+        ("auto", "x86-64-v3-vnni", Level.OK),
         ("x86-64-v4", "x86-64-v4", Level.OK),
         ("x86-64", "x86-64-v3", Level.WARN),
         ("auto", "x86-64", Level.WARN),

@@ -27,6 +27,8 @@ def test_the_best_instruction_set_of_the_machine_is_taken_by_default(cpu) -> Non
     assert kernels.available() == ("x86-64-v3", "x86-64")
     cpu("x86_64", V4_FLAGS)
     assert kernels.available() == ("x86-64-v4", "x86-64-v3", "x86-64")
+    cpu("x86_64", V3_FLAGS + " avx_vnni")
+    assert kernels.available() == ("x86-64-v3-vnni", "x86-64-v3", "x86-64")
     cpu("x86_64", V4_FLAGS.replace(" avx512_vnni", ""))
     assert kernels.available() == ("x86-64-v3", "x86-64")
     cpu("x86_64", V3_FLAGS.replace(" fma", ""))

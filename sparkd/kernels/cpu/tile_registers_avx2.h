@@ -18,8 +18,6 @@ constexpr int kWorthUnpacking = 2;  // activation rows from which on a tile is f
 // A dword of `p` in every lane.
 inline Ints everywhere_32(const void* p) { return _mm256_set1_epi32(load_as<int32_t>(p)); }
 inline Ints no_ints() { return _mm256_setzero_si256(); }
-// sum + a * b over the int16 halves of each lane.
-inline Ints add_pairs(Ints sum, Ints a, Ints b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 inline Ints subtract_times(Ints a, Ints b, int factor) {
     return _mm256_sub_epi32(a, _mm256_mullo_epi32(b, _mm256_set1_epi32(factor)));
 }
@@ -43,10 +41,12 @@ inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
     }
 }
 
-// Registers that four columns take: of signed weights the magnitudes, then the weights, whose signs go to the
-// activations.
+// Signed weights are kept as magnitudes, then as the weights, whose signs go to the activations; or kSignedBias larger.
+constexpr bool kMagnitudes = kSignedBias == 0;
+
+// Registers that four columns take.
 template <bool SIGNED>
-constexpr int kStep = (SIGNED ? 2 : 1) * kRegisters;
+constexpr int kStep = (SIGNED && kMagnitudes ? 2 : 1) * kRegisters;
 
 // 64 columns of sixteen rows, of which bytes(row) has one, to 16 steps of `q`.
 template <bool SIGNED, class Row>
@@ -57,8 +57,15 @@ inline void store_columns(const Row& bytes, Ints* q) {
         for (int i = 0; i < 8; ++i) v[i] = half(i);
         transpose(v);
         for (int i = 0; i < 8; ++i) {
-            out[i * kStep<SIGNED>] = SIGNED ? _mm256_abs_epi8(v[i]) : v[i];
-            if constexpr (SIGNED) out[i * kStep<SIGNED> + kRegisters] = v[i];
+            Ints* step = out + i * kStep<SIGNED>;
+            if constexpr (!SIGNED) {
+                step[0] = v[i];
+            } else if constexpr (kMagnitudes) {
+                step[0] = _mm256_abs_epi8(v[i]);
+                step[kRegisters] = v[i];
+            } else {
+                step[0] = _mm256_xor_si256(v[i], _mm256_set1_epi8(-128));
+            }
         }
     };
     for (int r = 0; r < kRegisters; ++r) {
@@ -112,15 +119,8 @@ inline void store_block(const uint8_t* const* blocks, Ints* q) {
     }
 }
 
-// What add_dots takes as scales: each in both halves of a lane.
-inline Ints first_scale(Ints pair) {
-    return _mm256_or_si256(_mm256_slli_epi32(pair, 16), _mm256_and_si256(pair, _mm256_set1_epi32(0xffff)));
-}
-inline Ints second_scale(Ints pair) {
-    return _mm256_or_si256(_mm256_srli_epi32(pair, 16), _mm256_andnot_si256(_mm256_set1_epi32(0xffff), pair));
-}
-
-// Bytes A and B of each lane as its halves.
+// Bytes A and B of each lane as its halves; nothing, kNoByte.
+constexpr int kNoByte = 0x80;
 template <int A, int B>
 inline Ints two_bytes(Ints v) {
     constexpr int k = static_cast<int>(0x80008000u | A | B << 16);
@@ -128,6 +128,30 @@ inline Ints two_bytes(Ints v) {
                                             k + 0x00080008, k + 0x000c000c);
     return _mm256_shuffle_epi8(v, lanes);
 }
+
+#if SPARK_VNNI
+// What add_dots takes as scales: int32.
+inline Ints first_scale(Ints pair) { return _mm256_srai_epi32(_mm256_slli_epi32(pair, 16), 16); }
+inline Ints second_scale(Ints pair) { return _mm256_srai_epi32(pair, 16); }
+// Byte A of each lane as a scale.
+template <int A>
+inline Ints byte_scale(Ints v) {
+    return two_bytes<A, kNoByte>(v);
+}
+#else
+// What add_dots takes as scales: each in both halves of a lane.
+inline Ints first_scale(Ints pair) {
+    return _mm256_or_si256(_mm256_slli_epi32(pair, 16), _mm256_and_si256(pair, _mm256_set1_epi32(0xffff)));
+}
+inline Ints second_scale(Ints pair) {
+    return _mm256_or_si256(_mm256_srli_epi32(pair, 16), _mm256_andnot_si256(_mm256_set1_epi32(0xffff), pair));
+}
+// Byte A of each lane as a scale.
+template <int A>
+inline Ints byte_scale(Ints v) {
+    return two_bytes<A, A>(v);
+}
+#endif
 
 // Six-bit scales and minima (layouts.h, Offsets) of eight rows at a time.
 template <class Part>
@@ -153,10 +177,10 @@ inline void store_six_bits(const uint8_t* const* blocks, Part& part) {
                                    both(_mm256_and_si256(_mm256_srli_epi32(word[3], 4), four), word[2])};
         for (int half = 0; half < 2; ++half) {
             Ints* scale = part.scale + 4 * half * kRegisters + r;
-            scale[0] = two_bytes<0, 0>(scales[half]);
-            scale[kRegisters] = two_bytes<1, 1>(scales[half]);
-            scale[2 * kRegisters] = two_bytes<2, 2>(scales[half]);
-            scale[3 * kRegisters] = two_bytes<3, 3>(scales[half]);
+            scale[0] = byte_scale<0>(scales[half]);
+            scale[kRegisters] = byte_scale<1>(scales[half]);
+            scale[2 * kRegisters] = byte_scale<2>(scales[half]);
+            scale[3 * kRegisters] = byte_scale<3>(scales[half]);
             part.min_pairs[2 * half * kRegisters + r] = two_bytes<0, 1>(minima[half]);
             part.min_pairs[(2 * half + 1) * kRegisters + r] = two_bytes<2, 3>(minima[half]);
         }
@@ -214,6 +238,36 @@ inline void store_factors(const uint8_t* const* rows, int j, Part& part) {
     }
 }
 
+#if SPARK_VNNI
+
+inline Ints unit_scale() { return _mm256_set1_epi32(1); }
+
+// isum[m][r] += scale[r] * (weights · activations) over STEPS * 4 columns.
+template <class T, int STEPS, int M>
+inline void add_dots(const Ints* w, const int8_t* const* x, const Ints* scale, Ints* isum) {
+    constexpr bool plain = T::kSub == 32 && T::kBytes <= 64;
+    Ints sums[M * kRegisters];
+#pragma GCC unroll 8
+    for (int i = 0; i < M * kRegisters; ++i) sums[i] = plain ? isum[i] : no_ints();
+#pragma GCC unroll 8
+    for (int k = 0; k < STEPS; ++k) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+            const Ints activations = everywhere_32(x[m] + 4 * k);
+#pragma GCC unroll 2
+            for (int r = 0; r < kRegisters; ++r) {
+                Ints& sum = sums[m * kRegisters + r];
+                sum = _mm256_dpbusd_avx_epi32(sum, w[k * kRegisters + r], activations);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < M * kRegisters; ++i)
+        isum[i] = plain ? sums[i] : _mm256_add_epi32(isum[i], _mm256_mullo_epi32(sums[i], scale[i % kRegisters]));
+}
+
+#else
+
 inline Ints unit_scale() { return _mm256_set1_epi16(1); }
 
 // Keeps a value in its register at this place: left alone, compilers collect all products of a run before they add them,
@@ -253,5 +307,7 @@ inline void add_dots(const Ints* w, const int8_t* const* x, const Ints* scale, I
         }
     }
 }
+
+#endif
 
 }  // namespace spark::tile_products

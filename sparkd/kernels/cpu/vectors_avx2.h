@@ -1,4 +1,5 @@
-// 64 bytes in two 256-bit registers, and sums of their products: the names of vectors_avx512.h.
+// 64 bytes in two 256-bit registers, and sums of their products: the names of vectors_avx512.h. Where the processor has
+// AVX-VNNI, products of bytes are added up by it.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +10,13 @@
 
 namespace spark::vectors {
 
+#if defined(__AVXVNNI__)
+#define SPARK_VNNI 1
+constexpr const char* kPath = "avx-vnni";
+#else
+#define SPARK_VNNI 0
 constexpr const char* kPath = "avx2";
+#endif
 
 struct Bytes {
     __m256i low, high;
@@ -41,10 +48,19 @@ inline Bytes turned(Bytes a) {
 inline Sum no_sum() { return _mm256_setzero_si256(); }
 inline Sum widened(__m256i lanes) { return lanes; }
 
+// sum + a * b over the int16 halves of each lane.
+inline __m256i add_pairs(__m256i sum, __m256i a, __m256i b) {
+#if SPARK_VNNI
+    return _mm256_dpwssd_avx_epi32(sum, a, b);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+#endif
+}
+
 // sum += u * x * scale for unsigned u <= 127; `scale` has one int16 for every two bytes.
 inline Sum add_scaled(Sum sum, Bytes u, Bytes x, Bytes scale) {
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u.low, x.low), scale.low));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u.high, x.high), scale.high));
+    sum = add_pairs(sum, _mm256_maddubs_epi16(u.low, x.low), scale.low);
+    return add_pairs(sum, _mm256_maddubs_epi16(u.high, x.high), scale.high);
 }
 // The same for signed w >= -127: its sign goes to x.
 inline Sum add_scaled_signed(Sum sum, Bytes w, Bytes x, Bytes scale) {
@@ -92,6 +108,19 @@ struct Scales16 {  // sixteen, one per 16 elements
 // Lane i: the sum of all lanes of v[i].
 inline __m256i eight_sums(const Sum* v) { return eight_sums_256(v); }
 
+#if SPARK_VNNI
+
+// Sums over each four bytes of u * x.
+inline __m256i dot_unsigned(__m256i u, __m256i x) { return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), u, x); }
+
+// Of signed w the instruction sees w + kSignedBias.
+constexpr int kSignedBias = 128;
+inline __m256i dot_signed(__m256i w, __m256i x) {
+    return dot_unsigned(_mm256_xor_si256(w, _mm256_set1_epi8(-128)), x);
+}
+
+#else
+
 // Sums over each four bytes of u * x, u <= 128.
 inline __m256i dot_unsigned(__m256i u, __m256i x) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), _mm256_set1_epi16(1));
@@ -102,6 +131,8 @@ constexpr int kSignedBias = 0;
 inline __m256i dot_signed(__m256i w, __m256i x) {
     return dot_unsigned(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 }
+
+#endif
 
 // --- floats
 
