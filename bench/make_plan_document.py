@@ -16,12 +16,13 @@ from pathlib import Path
 
 from sparkd.config import LimitSettings, ModelSettings, Settings
 from sparkd.planning import hits, roofline
-from sparkd.planning.forecast import CARD_MARGIN, Card, Forecast, Machine, make_forecast
+from sparkd.planning.forecast import Card, Forecast, Machine, make_forecast
 from sparkd.planning.hardware import GPUS, LINK_SHARE, LINKS, Link
 from sparkd.planning.roofline import PROMPT, Processor, Speed
-from sparkd.planning.shape import CARD_CONTEXT, RESERVE_SLOTS, Shape
+from sparkd.planning.shape import Shape
 from sparkd.planning.work import LAUNCHES_LAYER, LOGIT_ROWS
 from sparkd.residency.budget import GIB, Limit
+from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RESERVE_SLOTS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "plan.md"
@@ -89,7 +90,7 @@ def constants() -> Iterator[tuple[str, str, str]]:
     yield "`RING_ALONE`", f"{hits.RING_ALONE}", "fitted: 71.3 % found by a ring of 40 % alone, the built-in model"
     yield "`CARD_CONTEXT`", f"{CARD_CONTEXT >> 20} MiB", "stated"
     yield "`CARD_MARGIN`", f"{CARD_MARGIN:.1%}", "stated: a 16 GiB card showed 15.3 GiB free"
-    yield "`RESERVE_SLOTS`", f"{RESERVE_SLOTS}", "the design: two buffers of a prompt's cold experts"
+    yield "`RESERVE_SLOTS`", f"{RESERVE_SLOTS}", "two buffers of what a token uses of a layer, for each size of record"
     yield "`LOGIT_ROWS`", f"{LOGIT_ROWS}", "the design: sequences of one replay"
     yield "`THREAD_BANDWIDTH`", f"{roofline.THREAD_BANDWIDTH / 1e9:.1f} GB/s", "measured: `bench/README.md`, Q4_K"
     rate = f"{roofline.THREAD_OPERATIONS / 1e9:.1f} G/s"
@@ -110,7 +111,7 @@ def budgets(models: Models) -> Iterator[tuple[object, ...]]:
         shape = models.full[arch]
         needs = shape.device(settings(), 1 << 50, 0).needs
         slots = sum(round(stack.experts * share + ring) * stack.record_bytes for stack in needs.stacks)
-        reserve = RESERVE_SLOTS * max(stack.record_bytes for stack in needs.stacks) if share < 1 else 0
+        reserve = RESERVE_SLOTS * sum({stack.record_bytes for stack in needs.stacks}) if share < 1 else 0
         weights = (needs.core + slots) / GIB
         everything = (needs.fixed + slots + reserve) / GIB
         yield (

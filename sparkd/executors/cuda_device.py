@@ -75,6 +75,7 @@ class CudaDevice:
         except ImportError as error:
             raise DeviceError("a GPU needs CuPy", fix="pip install cupy-cuda13x (or -cuda12x)") from error
         self._cupy = cupy
+        self._number = number
         self._runtime = cupy.cuda.runtime
         try:
             self._runtime.setDevice(number)
@@ -100,6 +101,11 @@ class CudaDevice:
     def free(self, address: int) -> None:
         """Give memory back."""
         self._checked(self._runtime.free, address)
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Page-locked host memory; it lives as long as the array."""
+        memory = self._checked(self._cupy.cuda.alloc_pinned_memory, max(1, size))
+        return np.frombuffer(memory, np.uint8, size)
 
     def stream(self) -> CudaStream:
         """A new stream that does not wait for the default one."""
@@ -145,6 +151,7 @@ class CudaDevice:
 
     def register(self, address: int, size: int) -> int:
         """Pin host memory in place, chunk by chunk, through the driver: a refusal leaves no error behind."""
+        self._checked(self._runtime.setDevice, self._number)  # for this thread
         page = 4096
         begin, end = address // page * page, -(-(address + size) // page) * page
         for first in range(begin, end, _REGISTERED_AT_ONCE):

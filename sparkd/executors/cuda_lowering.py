@@ -138,6 +138,8 @@ class Lowering:
         self._made: list[_Make] = []
         #: Addresses of the table of each expert layer: u64 [experts].
         self.record_tables = [device.allocate(8 * layer.experts) for layer in program.expert_layers]
+        #: Routed ids of all layers, one after another: int32 [expert layers, `MAX_ROWS`, top_k].
+        self.ids = device.allocate(max(1, MAX_ROWS * sum(layer.top_k for layer in program.expert_layers) * 4))
         self.choices: list[Choice] = []
         self.logits = device.allocate(MAX_ROWS * program.vocab * 4)
         self._caches = self._upload_caches()
@@ -442,7 +444,8 @@ class Lowering:
     def _route(self, op: ops.Route) -> None:
         top_k = op.out.top_k
         logits = self._device.allocate(MAX_ROWS * op.experts * 4)
-        choice = Choice(self._device.allocate(MAX_ROWS * top_k * 4), self._device.allocate(MAX_ROWS * top_k * 4), top_k)
+        ids = self.ids + MAX_ROWS * sum(choice.top_k for choice in self.choices) * 4
+        choice = Choice(ids, self._device.allocate(MAX_ROWS * top_k * 4), top_k)
         self._chosen[op.out] = choice
         self.choices.append(choice)
         address, *numbers = self._matrix(op.weight)

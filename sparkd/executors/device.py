@@ -79,6 +79,10 @@ class Device(Protocol):
         """Give memory back."""
         ...
 
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Host memory, undefined contents, to and from which copies need not wait for anything but their stream."""
+        ...
+
     def stream(self) -> Stream:
         """A new stream."""
         ...
@@ -108,7 +112,10 @@ class Device(Protocol):
         ...
 
     def register(self, address: int, size: int) -> int:
-        """Let the device read host memory in place: the address to read it at. DeviceError where that is refused."""
+        """Let the device read host memory in place: the address to read it at. DeviceError where that is refused.
+
+        For any thread. Ranges that were registered before are not touched again: they share no page with this one.
+        """
         ...
 
     def memory(self) -> tuple[int, int]:

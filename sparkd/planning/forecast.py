@@ -22,12 +22,9 @@ from sparkd.planning.roofline import PROMPT, Processor, Speed
 from sparkd.planning.shape import HostBudget, Shape
 from sparkd.planning.work import Work
 from sparkd.residency.budget import Limit
-from sparkd.residency.device_budget import DeviceBudget, usable
+from sparkd.residency.device_budget import CARD_MARGIN, DeviceBudget, usable
 from sparkd.store.plan import kv_and_state, limits_here, model_name
 from sparkd.store.planned import STEP_ROWS
-
-#: The part of a whole card that is left to driver, display and others (a 16 GiB RTX 5060 Ti shows 15.3 GiB free).
-CARD_MARGIN = 0.045
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,10 @@ from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.planning.work import Work, work_of
 from sparkd.residency.budget import Fit, Limit, tightest
-from sparkd.residency.device_budget import DeviceBudget, DeviceNeeds, Stack, divide
+from sparkd.residency.device_budget import CARD_CONTEXT, RESERVE_SLOTS, DeviceBudget, DeviceNeeds, Stack, divide
 from sparkd.store.layout import ArenaLayout, Slab
 from sparkd.store.plan import fit_layout, host_needs, kv_and_state, open_model
 from sparkd.store.planned import STEP_ROWS
-
-#: Bytes of a CUDA context with our kernels. Stated, not measured.
-CARD_CONTEXT = 400 << 20
-#: Slots in two buffers, through which a prompt's cold experts are streamed.
-RESERVE_SLOTS = 2 * 8
 
 
 @dataclass(frozen=True, slots=True)

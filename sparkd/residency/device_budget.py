@@ -2,9 +2,9 @@
 
     limit = context + core + KV + state + workspace  |  reserve + ring + hot  |  slack
 
-What stands before the first bar is taken or nothing runs. The reserve holds the two buffers through which a prompt's
-cold experts are streamed; the ring is a number of slots per expert layer; all other whole slots are hot. When every
-expert is hot, ring and reserve are not needed and take nothing.
+What stands before the first bar is taken or nothing runs. The reserve holds two buffers for each size of record:
+through them goes what the card can neither hold nor read where it is. The ring is a number of slots per expert layer;
+all other whole slots are hot. When every expert is hot, ring and reserve are not needed and take nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparkd.residency.budget import GIB
+from sparkd.residency.slabs import SlabSize
+
+#: Bytes of a CUDA context with our kernels. Stated, not measured.
+CARD_CONTEXT = 400 << 20
+#: Slots of the reserve for each size of record: two buffers of what a token of the models we know uses of a layer.
+RESERVE_SLOTS = 2 * 8
+#: Slots of the ring in each expert layer, unless asked otherwise.
+RING_SLOTS = 32
+#: The part of a whole card that is left to driver, display and others (a 16 GiB RTX 5060 Ti shows 15.3 GiB free).
+CARD_MARGIN = 0.045
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,8 @@ class DeviceNeeds:
 class DeviceBudget:
     """`needs` divided into `limit` bytes: `hot` slots of each expert layer, and bytes of ring and reserve.
 
-    `ring_slots` are those of one layer. When `missing` is not 0 there are no slots at all.
+    `ring_slots` are those of one layer, `reserve_slots` those of one size of record. When `missing` is not 0 there are
+    no slots at all.
     """
 
     needs: DeviceNeeds
@@ -63,6 +74,7 @@ class DeviceBudget:
     ring_slots: int
     ring: int
     reserve: int
+    reserve_slots: int = 0
 
     @property
     def hot_bytes(self) -> int:
@@ -91,7 +103,7 @@ class DeviceBudget:
 
 
 def divide(needs: DeviceNeeds, limit: int, ring_slots: int, reserve_slots: int) -> DeviceBudget:
-    """Divide `limit` bytes: `reserve_slots` of the largest record, up to `ring_slots` in each layer, the rest hot.
+    """Divide `limit` bytes: `reserve_slots` of each size of record, up to `ring_slots` in each layer, the rest hot.
 
     The ring gives way to the hot set when there are fewer than twice its slots. Layers get equally many hot slots, the
     first ones one more while there is room.
@@ -99,10 +111,10 @@ def divide(needs: DeviceNeeds, limit: int, ring_slots: int, reserve_slots: int) 
     stacks = needs.stacks
     if needs.fixed + needs.records <= limit:
         return DeviceBudget(needs, limit, tuple(stack.experts for stack in stacks), 0, 0, 0)
-    reserve = reserve_slots * max((stack.record_bytes for stack in stacks), default=0)
+    reserve = reserve_slots * sum({stack.record_bytes for stack in stacks})
     left = limit - needs.fixed - reserve
     if left < 0 or not stacks:
-        return DeviceBudget(needs, limit, (0,) * len(stacks), 0, 0, reserve)
+        return DeviceBudget(needs, limit, (0,) * len(stacks), 0, 0, reserve, reserve_slots)
     row = sum(stack.record_bytes for stack in stacks)
     ring_slots = min(ring_slots, left // row // 2)
     left -= ring_slots * row
@@ -114,7 +126,24 @@ def divide(needs: DeviceNeeds, limit: int, ring_slots: int, reserve_slots: int) 
         if hot[index] < stack.experts and stack.record_bytes <= left:
             hot[index] += 1
             left -= stack.record_bytes
-    return DeviceBudget(needs, limit, tuple(hot), ring_slots, ring_slots * row, reserve)
+    return DeviceBudget(needs, limit, tuple(hot), ring_slots, ring_slots * row, reserve, reserve_slots)
+
+
+def slab_sizes(budget: DeviceBudget, slabs: Sequence[int]) -> list[SlabSize]:
+    """The slots of each slab, `slabs[layer]` being that of an expert layer: hot set and ring of its layers together.
+
+    What a layer has too many of for its own experts others of its slab use.
+    """
+    sizes = []
+    for slab in range(max(slabs, default=-1) + 1):
+        layers = [layer for layer, number in enumerate(slabs) if number == slab]
+        records = sum(budget.needs.stacks[layer].experts for layer in layers)
+        ordinary = sum(budget.hot[layer] + budget.ring_slots for layer in layers)
+        if ordinary >= records:
+            sizes.append(SlabSize(records, reserve=0))
+        else:
+            sizes.append(SlabSize(ordinary + budget.reserve_slots, budget.reserve_slots))
+    return sizes
 
 
 def _level(stacks: Sequence[Stack], left: int, most: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparkd.residency.ring import Heats, Ring
 from sparkd.residency.slots import GENERATIONS, Place, Record, Slot, SlotState
@@ -33,13 +33,13 @@ class SlabSize:
     def holds(self, records: int) -> bool:
         """Whether each of `records` has an ordinary slot of its own, so that nothing is ever evicted.
 
-        ValueError when `records` cannot be served at all: a slab that does not hold them needs a reserve and an
-        ordinary slot, and one that does needs no spare.
+        ValueError when `records` cannot be served at all: a slab that does not hold them needs a reserve, and one that
+        does needs no spare.
         """
         full = self.ordinary >= records
         least = 0 if full else 1
-        most = 0 if full else self.ordinary - 1
-        if self.reserve < least or self.ordinary < least or not 0 <= self.spare <= most:
+        most = 0 if full else max(self.ordinary - 1, 0)
+        if self.reserve < least or self.ordinary < 0 or not 0 <= self.spare <= most:
             raise ValueError(f"{records} records cannot be served from {self}")
         return full
 
@@ -68,13 +68,15 @@ class Slab:
     """The slots of one size and the queues in front of them.
 
     `returning` counts ordinary slots that become free without another eviction; `hot` counts slots of hot records and
-    hot records that wait. `entering` and `leaving` are what a placement has yet to swap.
+    hot records that wait. `entering` and `leaving` are what a placement has yet to swap. `size` is without `closed`
+    slots: those are given up, and stay FREE once they are.
     """
 
     def __init__(self, number: int, size: SlabSize, records: int, heats: Heats[Record]) -> None:
         self.size = size
         self.full = size.holds(records)
         self.slots = [Slot(number, Place(n, 0), n >= size.ordinary) for n in range(size.slots)]
+        self.closed: set[Slot] = set()
         self.free = deque(self.slots[: size.ordinary])
         #: Free slots of the reserve, that which was freed first in front; and those of them that still hold a record.
         self.reserve = OrderedDict.fromkeys(self.slots[size.ordinary :])
@@ -87,6 +89,25 @@ class Slab:
         self.entering: OrderedDict[Record, None] = OrderedDict()
         self.leaving: OrderedDict[Record, None] = OrderedDict()
 
+    def doubt(self, generation: int) -> None:
+        """Take every slot for one that somebody may read, in a filling of `generation` at most."""
+        for slot in self.slots:
+            slot.place = Place(slot.place.slot, generation)
+            slot.state = SlotState.DRAINING
+        self.returning = len(self.free)
+        self.free.clear()
+        self.reserve.clear()
+
+    def adopt(self, record: Record, place: Place) -> Slot:
+        """The slot where a record is resident already. ValueError when it cannot be there."""
+        if not 0 <= place.slot < self.size.ordinary or self.slots[place.slot].record is not None:
+            raise ValueError(f"{record} cannot be resident at {place}")
+        slot = self.slots[place.slot]
+        slot.place, slot.state, slot.record = place, SlotState.RESIDENT, record
+        self.returning -= 1
+        self.ring.add(record)
+        return slot
+
     def fill(self, slot: Slot, record: Record) -> None:
         """Begin a copy of `record` into a slot that was taken from `free` or `reserve`."""
         slot.turn(SlotState.COPYING)
@@ -97,12 +118,13 @@ class Slab:
         """Part a slot from its record; it returns when its copy or its readers have ended (`empty`)."""
         slot.turn(state)
         slot.record = None
-        if not slot.reserve:
+        if not slot.reserve and slot not in self.closed:
             self.returning += 1
 
     def empty(self, slot: Slot) -> None:
         """Make a slot free: nobody reads or writes it any more."""
-        if slot.state in (SlotState.CANCELLING, SlotState.DRAINING) and not slot.reserve:
+        closed = slot in self.closed
+        if slot.state in (SlotState.CANCELLING, SlotState.DRAINING) and not slot.reserve and not closed:
             self.returning -= 1
         if slot.state is SlotState.COPIED:
             self.leftovers[slot.owner] = slot
@@ -111,8 +133,17 @@ class Slab:
         slot.turn(SlotState.FREE)
         if slot.reserve:
             self.reserve[slot] = None
-        else:
+        elif not closed:
             self.free.append(slot)
+
+    def close(self, slot: Slot) -> None:
+        """Give up an ordinary slot: it is FREE, or about to be parted from its record."""
+        if slot.state is SlotState.FREE:
+            self.free.remove(slot)
+        elif slot.state is SlotState.DRAINING:
+            self.returning -= 1
+        self.closed.add(slot)
+        self.size = replace(self.size, slots=self.size.slots - 1)
 
     def take_reserve(self) -> Slot:
         """The slot of the reserve that has been free for longest; what it still holds is given up."""
@@ -131,7 +162,7 @@ class Slab:
     @property
     def ring_room(self) -> int:
         """Ordinary slots that the hot set leaves."""
-        return self.size.ordinary - self.hot
+        return max(self.size.ordinary - self.hot, 0)
 
     @property
     def shortage(self) -> int:
@@ -141,7 +172,7 @@ class Slab:
 
     def use(self) -> SlabUse:
         """How the slots are used; looks at all of them."""
-        states = [slot.state for slot in self.slots]
+        states = [slot.state for slot in self.slots if slot not in self.closed]
         resident, free = states.count(SlotState.RESIDENT), states.count(SlotState.FREE)
         ring = len(self.ring)
         return SlabUse(self.size.slots, self.size.reserve, resident - ring, ring, len(states) - resident - free, free)

@@ -88,6 +88,10 @@ class Residency:
         """Whether `observe` has something to find out."""
         return self._epochs.pending
 
+    def hottest(self, records: Iterable[Record], most: int) -> list[Record]:
+        """At most `most` of the records, those that decode uses most; of equals the first."""
+        return sorted(records, key=lambda record: -self._heats.heat(record))[:most]
+
     def swaps_left(self) -> int:
         """Steps that `swap` has yet to take towards the placement."""
         return sum(max(len(slab.entering), len(slab.leaving)) for slab in self._slabs)
@@ -174,6 +178,32 @@ class Residency:
         elif slot is not None and slot.state is SlotState.COPYING and not slot.leases:
             self._abandon(slot)
         return self._settle()
+
+    def close(self, number: int, slots: Iterable[int]) -> tuple[bool, list[Command]]:
+        """Give up ordinary slots of a slab for good: whether nobody reads or writes any of them now.
+
+        While that is not so, ask again. Who is in them leaves; what the placement wants comes back by later swaps, as
+        far as there is room.
+        """
+        slab = self._slabs[number]
+        closing = [slab.slots[slot] for slot in slots]
+        for slot in closing:
+            if slot in slab.closed or slot.reserve or slot.leases:
+                continue
+            if slot.state is SlotState.RESIDENT:
+                record = slot.owner
+                if slot.hot:
+                    self._cool(slab, slot)
+                else:
+                    slab.ring.remove(record)
+                slab.close(slot)
+                self._retract(slab, slot)
+            elif slot.state in (SlotState.FREE, SlotState.DRAINING):
+                slab.close(slot)
+        while slab.entering and slab.hot - len(slab.leaving) + len(slab.entering) > slab.size.ordinary:
+            slab.entering.popitem()
+        commands = self._settle()
+        return all(slot in slab.closed and slot.state is SlotState.FREE for slot in closing), commands
 
     # ---- copies ----
 
@@ -297,11 +327,16 @@ class Residency:
             if record is None:
                 return
             slab.ring.remove(record)
-            slot = self._homes.pop(record)
-            self._residents[record.layer] -= 1
-            self._commands.append(Retract(record, slot.place))
-            self._epochs.retire(slot)
-            slab.part(slot, SlotState.DRAINING)
+            self._retract(slab, self._homes[record])
+
+    def _retract(self, slab: Slab, slot: Slot) -> None:
+        """Part a resident slot, which is in the ring no more, from its record."""
+        record = slot.owner
+        del self._homes[record]
+        self._residents[record.layer] -= 1
+        self._commands.append(Retract(record, slot.place))
+        self._epochs.retire(slot)
+        slab.part(slot, SlotState.DRAINING)
 
     def _begin(self, slab: Slab, slot: Slot, record: Record) -> Slot:
         slab.fill(slot, record)
@@ -449,21 +484,9 @@ class Residency:
 
     def _adopt(self, adopted: Adopted) -> None:
         for slab in self._slabs:
-            for slot in slab.slots:
-                slot.place = Place(slot.place.slot, adopted.generation)
-                slot.state = SlotState.DRAINING
-            slab.returning = len(slab.free)
-            slab.free.clear()
-            slab.reserve.clear()
+            slab.doubt(adopted.generation)
         for record, place in adopted.residents.items():
-            slab = self._slab(record)
-            if not 0 <= place.slot < slab.size.ordinary or slab.slots[place.slot].record is not None:
-                raise ValueError(f"{record} cannot be resident at {place}")
-            slot = slab.slots[place.slot]
-            slot.place, slot.state, slot.record = place, SlotState.RESIDENT, record
-            slab.returning -= 1
-            slab.ring.add(record)
-            self._homes[record] = slot
+            self._homes[record] = self._slab(record).adopt(record, place)
             self._residents[record.layer] += 1
         draining = [slot for slab in self._slabs for slot in slab.slots if slot.state is SlotState.DRAINING]
         ordinary = [slot for slot in draining if not slot.reserve]

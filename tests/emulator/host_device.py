@@ -105,6 +105,9 @@ class HostDevice:
         self._memory[memory.ctypes.data + start] = memory[start : start + room]
         return memory.ctypes.data + start
 
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        return np.full(size, 0xFF, np.uint8)
+
     def free(self, address: int) -> None:
         del self._memory[address]
 

@@ -72,6 +72,9 @@ class Tier:
         self.heat: dict[Record, float] = {}
         self.welcome: dict[Record, float] = {}
         self.half_life = HALF_LIFE
+        #: Slots that are to be given up, whoever is in them; and those of them that are.
+        self.closing: set[Key] = set()
+        self.closed: set[Key] = set()
 
     # ---- what happens ----
 
@@ -120,6 +123,16 @@ class Tier:
 
     def cancel(self, record: Record) -> None:
         self.run(self.engine.cancel(record))
+
+    def close(self, slab: int, slots: Iterable[int]) -> bool:
+        keys = {(slab, slot) for slot in slots}
+        self.closing |= keys
+        closed, commands = self.engine.close(slab, slots)
+        self.run(commands)
+        if closed:
+            assert not keys & self.in_use()
+            self.closed |= keys
+        return closed
 
     def copied(self, copy: Copy) -> None:
         self.copies.remove(copy)
@@ -181,6 +194,7 @@ class Tier:
                 last = one.running[-1].number
                 one.orphaned += [(last, *pair) for pair in zip(asked.records, asked.places, strict=True)]
         self.asked, self.copies, self.cancelled, self.open, self.whole = {}, [], set(), set(), {}
+        self.closing, self.closed = set(), set()
         for one in self.workers:
             one.missed = not one.alive
         highest = max(self.generation.values(), default=0)
@@ -223,6 +237,7 @@ class Tier:
         assert copy.reserve == (copy.place.slot >= size.ordinary)
         assert all((other.slab, other.place.slot) != key for other in self.copies), "two copies into one slot"
         assert key not in self.in_use(), "a copy into a slot that somebody reads"
+        assert key not in self.closed, "a copy into a slot that was given up"
         assert copy.place.generation > self.generation.get(key, 0), "a filling that cannot be told from an older one"
         if not copy.reserve:
             assert copy.record not in self.words, "admitted twice"
@@ -266,6 +281,8 @@ class Tier:
         maybe = {r for n, a in self.asked.items() if states.get(n) is LeaseState.COPYING for r in a.records}
         assert (record, place) not in leased, "a leased record is evicted"
         slab, hot = self.slab(record), self.engine.hot()
+        if (slab, place.slot) in self.closing:
+            return
         for other, where in self.words.items():
             if self.slab(other) == slab and other not in hot and other not in maybe and (other, where) not in leased:
                 assert self.warmth(record) <= self.warmth(other) * (1 + 1e-9), "evicted before a colder one"
@@ -319,7 +336,9 @@ class Tier:
         states = self.engine.leases()
         assert all((states[n] is LeaseState.GRANTED) == (a.places is not None) for n, a in self.asked.items())
         for slab, (size, use) in enumerate(zip(self.slabs, self.engine.slab_use(), strict=True)):
-            assert use.hot + use.ring + use.moving + use.free == use.slots == size.slots
+            assert use.hot + use.ring + use.moving + use.free == use.slots
+            gone = size.slots - use.slots
+            assert sum(key[0] == slab for key in self.closed) <= gone <= sum(key[0] == slab for key in self.closing)
             assert use.hot + use.ring == sum(self.slab(record) == slab for record in self.words) <= size.ordinary
 
     def settle(self) -> None:

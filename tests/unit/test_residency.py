@@ -664,7 +664,8 @@ def test_an_impossible_placement_is_refused_and_changes_nothing(hot, ring, said)
     ("size", "records", "fits"),
     [
         (SlabSize(2, 1), 20, True),
-        (SlabSize(1, 1), 20, False),
+        (SlabSize(1, 1), 20, True),
+        (SlabSize(1, 2), 20, False),
         (SlabSize(1, 0), 20, False),
         (SlabSize(19, 0), 20, False),
         (SlabSize(20, 0), 20, True),
@@ -676,7 +677,7 @@ def test_an_impossible_placement_is_refused_and_changes_nothing(hot, ring, said)
         (SlabSize(0, 0), 0, True),
     ],
 )
-def test_a_slab_has_a_reserve_and_a_ring_or_a_slot_for_every_record(size, records, fits):
+def test_a_slab_has_a_reserve_or_a_slot_for_every_record(size, records, fits):
     if fits:
         Residency([LayerSize(0, records)], [size])
     else:
@@ -704,6 +705,56 @@ def test_with_a_slot_for_every_record_nothing_moves_once_it_is_there():
         assert kinds(commands) == [Grant]
         assert tier.engine.release(number) == []
     assert tier.engine.admit(tier.records) == []
+
+
+def test_a_slab_without_ordinary_slots_serves_parts_alone():
+    tier = one_layer(2, 2)
+    tier.admit(tier.records[:3])
+    assert tier.copies == []
+    lease = tier.stage(0, tier.part(0, [1, 4]), Use.DECODE)
+    for copy in list(tier.copies):
+        tier.copied(copy)
+    assert len(tier.asked[lease].places) == 2
+    tier.release(lease)
+    tier.settle()
+
+
+def test_closed_slots_are_given_up_by_whoever_is_in_them_and_the_hot_come_back_at_the_cost_of_the_ring():
+    tier = one_layer(9, 1)
+    resident(tier, 0, 1, 2, 3, 4, 5, 6, 7)
+    tier.place([[6, 7]], 0.5)
+    tier.swap(2)
+    places = {tier.engine.place_of(Record(0, expert)).slot for expert in (6, 7)}
+    tier.begin(0)
+    assert not tier.close(0, places), "a step may read them"
+    assert tier.engine.hot() == frozenset()
+    tier.end(0)
+    tier.observe()
+    assert tier.close(0, places)
+    assert sum(tier.engine.residents()) == 6
+    assert tier.engine.swaps_left() == 2
+    tier.swap(2)
+    tier.settle()
+    assert {Record(0, 6), Record(0, 7)} == tier.engine.hot() <= set(tier.words)
+    assert sum(tier.engine.residents()) == 6
+    assert not places & {place.slot for place in tier.words.values()}
+    use = tier.engine.slab_use()[0]
+    assert (use.slots, use.hot, use.ring) == (7, 2, 4)
+
+
+def test_a_hot_set_that_closed_slots_have_no_room_for_gives_up_the_least_wanted():
+    tier = one_layer(5, 1)
+    tier.place([[3, 1, 7, 5]], 0.0)
+    tier.swap(4)
+    tier.settle()
+    places = [tier.engine.place_of(Record(0, expert)).slot for expert in (3, 7)]
+    tier.close(0, places)
+    tier.observe()
+    assert tier.close(0, places)
+    tier.swap(4)
+    tier.settle()
+    assert tier.engine.hot() == {Record(0, 1), Record(0, 5)}
+    assert tier.engine.swaps_left() == 0
 
 
 def test_what_an_owner_before_left_is_adopted_where_it_is():

@@ -20,6 +20,7 @@ TIERS = {
     "two slabs": ([LayerSize(0, 6), LayerSize(0, 6), LayerSize(1, 6)], [SlabSize(6, 2), SlabSize(4, 1)]),
     "two slots": ([LayerSize(0, 5)], [SlabSize(2, 1)]),
     "spare": ([LayerSize(0, 8), LayerSize(0, 8)], [SlabSize(9, 3, spare=2)]),
+    "parts alone": ([LayerSize(0, 5)], [SlabSize(2, 2)]),
     "one is full": ([LayerSize(0, 4), LayerSize(1, 6)], [SlabSize(4, 0), SlabSize(5, 2)]),
 }
 WORKERS = 2
@@ -71,6 +72,15 @@ class Machine(RuleBasedStateMachine):
     @rule(limit=st.integers(0, 3))
     def swap(self, limit):
         self.tier.swap(limit)
+
+    @rule(number=PICK, picks=PICKS)
+    def close(self, number, picks):
+        """Of a slab that nobody counts on holding everything; an ordinary slot stays."""
+        slab = number % len(self.tier.slabs)
+        size = self.tier.slabs[slab]
+        open_slots = [slot for slot in range(1, size.ordinary) if (slab, slot) not in self.tier.closed]
+        assume(size.reserve and open_slots)
+        self.tier.close(slab, {self.pick(pick, open_slots) for pick in picks})
 
     @rule(number=PICK)
     def cancel(self, number):
@@ -134,7 +144,8 @@ TestRandomOperations.settings = settings(
 
 def placement(tier: Tier, rng: random.Random, ring: float) -> tuple[list[list[int]], float, float]:
     """Hot sets that fill what the ring leaves, or less, and any half-life."""
-    room = [size.hot(ring) for size in tier.slabs]
+    sizes = [SlabSize(use.slots, use.reserve) for use in tier.engine.slab_use()]
+    room = [size.hot(ring) for size in sizes]
     hot: list[list[int]] = []
     for layer in tier.layers:
         count = rng.randint(0, min(room[layer.slab], layer.experts))

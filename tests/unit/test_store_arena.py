@@ -131,7 +131,7 @@ def test_the_layout_follows_from_model_and_slots_alone(model_path):
     with pytest.raises(IndexError):
         partial.record(0, 3)
     with pytest.raises(ValueError, match="cannot be served"):
-        ArenaLayout.of(one.program, one.model, [SlabSize(1, reserve=1) for _ in fewer])
+        ArenaLayout.of(one.program, one.model, [SlabSize(1, reserve=0) for _ in fewer])
 
 
 @pytest.mark.parametrize("name", ["laguna-tiny-s1-q4_k_m", "qwen35moe-tiny-s1-f32"])
