@@ -11,8 +11,9 @@ Per run: tokens per second, times of a token, and what was read from the disk pe
 
     lower bound   bytes of the distinct experts that were not in memory: no policy that misses these could read less
     layer bound   the sum over layers of mixer and router, then the longer of computing what is there and reading what
-                  is not, then computing the last to arrive; at the speed this disk reads random experts with, measured
-                  in the same run. It takes every token and layer to miss equally, which can only make it smaller.
+                  is not, then computing the last to arrive; at the speed this disk reads random experts with, the mean
+                  of before and after (a shared disk is not always as fast). It takes every token and layer to miss
+                  equally, which can only make it smaller.
     whole token   the longer of all computing and all reading, if they could overlap fully
 
 The model's files should not be mapped by anybody else meanwhile: what others keep in the page cache is not charged to
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import random
 import re
@@ -47,7 +49,7 @@ from sparkd.graph.program import Program
 from sparkd.models import build_program
 from sparkd.residency.budget import GIB
 from sparkd.store.copier import READERS
-from sparkd.store.layout import ArenaLayout, record_extents
+from sparkd.store.layout import PAGE, ArenaLayout, record_extents
 from sparkd.store.reading import ShardFile, new_buffer
 
 PEER = Path(__file__).with_name("tiers_peer.py")
@@ -172,7 +174,7 @@ def theirs(given: argparse.Namespace, limit: int | None, tokens: Sequence[int]) 
 
 
 def disk_speed(model: ModelFile, program: Program, layout: ArenaLayout) -> float:
-    """Bytes per second of reading random records, as the store does."""
+    """Bytes per second of reading random records, as the store does: eight at a time, straight into memory."""
     chance = random.Random(2)
     extents = []
     for _ in range(_READS):
@@ -185,15 +187,18 @@ def disk_speed(model: ModelFile, program: Program, layout: ArenaLayout) -> float
     queue, lock = iter(extents), threading.Lock()
 
     def reader() -> None:
+        memory = memoryview(mmap.mmap(-1, max(extent.size for extent in extents) + 2 * PAGE))
         buffer = new_buffer()
         while True:
             with lock:
                 extent = next(queue, None)
             if extent is None:
                 return
-            done = 0
+            file, done = files[extent.shard], 0
+            if file.read_straight(extent.source, extent.size, memory, PAGE + extent.source % PAGE):
+                continue
             while done < extent.size:
-                done += len(files[extent.shard].read(extent.source + done, extent.size - done, buffer))
+                done += len(file.read(extent.source + done, extent.size - done, buffer))
 
     threads = [threading.Thread(target=reader) for _ in range(READERS)]
     start = time.perf_counter()
@@ -269,6 +274,8 @@ def main() -> None:
         forget(model)
         disk = disk_speed(model, program, layout)
         run, again, status = ours(given, limit)
+        forget(model)
+        disk = statistics.mean([disk, disk_speed(model, program, layout)])
         if again != tokens:
             sys.exit("the tokens differ from those without limit")
         report(share, limit, run, status, disk)

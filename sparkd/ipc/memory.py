@@ -65,6 +65,11 @@ class Region:
         """Where the region begins in this process, for native code."""
         return self.mapping.address
 
+    @property
+    def bytes(self) -> memoryview:
+        """All of it, writable when the region is; begins at a page."""
+        return self._bytes
+
     def view(self, offset: int, size: int) -> memoryview:
         """Bytes `offset : offset + size`, writable when the region is. IndexError outside the region."""
         self._inside(offset, size)
@@ -99,6 +104,22 @@ class Region:
             what = f"no memory for bytes {offset} to {offset + len(data)} of {self.size}: {error.strerror}"
             fix = 'the pool of huge pages gives less than it has: set memory.huge_pages = "off"' if self.pooled else ""
             raise BudgetError(what, where="shared memory", fix=fix) from None
+
+    def allocate(self) -> None:
+        """Take the memory that the region has not used yet. BudgetError when there is not so much."""
+        try:
+            os.posix_fallocate(self.fd, 0, self.size)
+        except OSError as error:
+            raise BudgetError(f"no memory for all {self.size} bytes: {error.strerror}", where="shared memory") from None
+
+    def overwrite(self, offset: int, data: memoryview) -> None:
+        """Copy `data` to byte `offset`, where memory is (`allocate`), without the GIL.
+
+        Unlike `write` it does not wait for others that write to the region at the same time.
+        """
+        import numpy as np
+
+        self.array(offset, len(data))[:] = np.frombuffer(data, np.uint8)
 
     def _inside(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size:

@@ -13,7 +13,7 @@ from sparkd.graph.state import StateLayout
 from sparkd.planning.work import Work, work_of
 from sparkd.residency.budget import Fit, Limit, tightest
 from sparkd.residency.device_budget import CARD_CONTEXT, RESERVE_SLOTS, DeviceBudget, DeviceNeeds, Stack, divide
-from sparkd.store.layout import ArenaLayout, Slab
+from sparkd.store.layout import ArenaLayout, Slab, weights_bytes
 from sparkd.store.plan import fit_layout, host_needs, kv_and_state, open_model
 from sparkd.store.planned import STEP_ROWS
 
@@ -87,7 +87,7 @@ class Shape:
         """From the headers of the model that `settings` name; the errors of `open_model`."""
         model, program = open_model(settings)
         whole = ArenaLayout.of(program, model)
-        stacks = tuple(Stack(layer.experts, whole.slabs[layer.slab].record_bytes) for layer in whole.layers)
+        stacks = tuple(Stack(layer.experts, weights_bytes(layer, model)) for layer in program.expert_layers)
         state = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
         least = ArenaLayout.within(program, model, 0)
         return Shape(model, program, whole, least, work_of(program, model, stacks, state))

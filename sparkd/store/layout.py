@@ -8,8 +8,10 @@
 
 Its end is that of a huge page, so that an arena can be made of those.
 
-A record is one expert: gate, up, down rows, byte for byte, each piece 64-byte aligned inside it. Expert layers whose
-records have one size share a slab; whether gate and up are fused in the file makes no difference here.
+A record is one expert: the pieces gate, up, down, byte for byte. Each has room for the whole blocks of the file that it
+lies in, and begins as far within a block as there, so that a direct read can go straight to its place (not where the
+experts of a tensor lie differently in their blocks). Expert layers whose records have one size share a slab; whether
+gate and up are fused in the file makes no difference to that.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from sparkd.errors import UnsupportedError
 from sparkd.executors.weights import Piece
 from sparkd.gguf.model_file import ModelFile, Shard
+from sparkd.gguf.reader import Tensor
 from sparkd.graph.ops import Op, Weight
 from sparkd.graph.program import ExpertLayer, Program
 from sparkd.ipc.directory import Directory
@@ -28,9 +31,13 @@ from sparkd.ipc.mapping import HUGE_PAGE
 from sparkd.residency.sizing import SlabNeed, size_slabs, smallest_slabs
 from sparkd.residency.slabs import SlabSize
 
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64
 PAGE = 4096
+#: Bytes of a block of most disks. Those with larger ones are read by way of a buffer.
+BLOCK = 512
+#: What kernels ask of the first byte of a piece; files give it unless they say otherwise.
+PIECE_ALIGNMENT = 32
 #: u64 words before the slab table, and words of one slab in it.
 HEADER_WORDS = 16
 SLAB_WORDS = 5
@@ -210,6 +217,12 @@ def record_extents(layer: ExpertLayer, records: LayerRecords, model: ModelFile, 
         yield Extent(tensor.shard, source, piece.offset, weight.rows * tensor.row_bytes)
 
 
+def weights_bytes(layer: ExpertLayer, model: ModelFile) -> int:
+    """Bytes of one expert's weights, as they would lie one behind the other."""
+    weights = (layer.gate, layer.up, layer.down)
+    return sum(_up(weight.rows * model.tensors[weight.tensor].row_bytes, ALIGNMENT) for weight in weights)
+
+
 def shard_entry_bytes(shard: Shard) -> int:
     """Bytes of a shard's entry in the arena."""
     return _up(SHARD_ENTRY + len(bytes(shard.path)) + len(shard.header), ALIGNMENT)
@@ -232,8 +245,8 @@ def _layers(program: Program, model: ModelFile) -> tuple[tuple[LayerRecords, ...
         size = 0
         for weight in (layer.gate, layer.up, layer.down):
             tensor = model.tensors[weight.tensor]
-            pieces.append(Piece(size, tensor.format))
-            size = _up(size + weight.rows * tensor.row_bytes, ALIGNMENT)
+            pieces.append(Piece(size + _within_block(weight, tensor), tensor.format))
+            size += _up(weight.rows * tensor.row_bytes, BLOCK) + BLOCK
         if size not in sizes:
             sizes.append(size)
             needed.append(0)
@@ -243,6 +256,13 @@ def _layers(program: Program, model: ModelFile) -> tuple[tuple[LayerRecords, ...
     if len(sizes) > MAX_SLABS:
         raise UnsupportedError(f"experts of {len(sizes)} different sizes, sparkd takes {MAX_SLABS}", where=model.where)
     return tuple(layers), sizes, needed
+
+
+def _within_block(weight: Weight, tensor: Tensor) -> int:
+    """How far within a block of the file each expert's piece begins, 0 where that differs."""
+    within = (tensor.slice_offset(0) + weight.first_row * tensor.row_bytes) % BLOCK
+    alike = tensor.slice_bytes % BLOCK == 0 and within % PIECE_ALIGNMENT == 0
+    return within if alike else 0
 
 
 def _up(value: int, multiple: int) -> int:

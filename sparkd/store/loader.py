@@ -77,9 +77,10 @@ class Loader:
             self._residents.fill()
             self._residents.settle(self._stopped)
             self._check(self._residents.failure)
+            if self._arena.layout.partial:
+                copier.arena_filled()
+                kept_open = True
             self._loaded = True
-            kept_open = self._arena.layout.partial
-            copier.spare_readers()
         finally:
             for note in copier.notes():
                 _log.warning("%s", note)

@@ -1,9 +1,9 @@
 """Reads a model's files past the page cache (O_DIRECT) where the file system allows, and says where it does not.
 
 What is read goes to the arena, so a second copy of it in the page cache would only push other things out of memory.
-Direct reads begin and end at multiples of a block, weights at multiples of 32 bytes: whole blocks are read into a
-buffer, and the part that was asked for is handed out. A file system without direct reads is read through the page
-cache, which is told at once to let go.
+Direct reads begin and end at multiples of a block, weights at multiples of 32 bytes. So whole blocks are read: straight
+to their place, if there is room for them and they lie alike there, or into a buffer, of which the part that was asked
+for is handed out. A file system without direct reads is read through the page cache, which is told at once to let go.
 """
 
 from __future__ import annotations
@@ -87,23 +87,58 @@ class ShardFile:
         before = offset % block if block else 0
         wanted = min(before + size, len(buffer))
         length = -(-wanted // block) * block if block else wanted
-        try:
-            n = os.preadv(self._direct if block else self._cached, [buffer[:length]], offset - before)
-        except OSError as error:
-            if block and error.errno == errno.EINVAL:
-                self.way = Way(0, f"a direct read of {length} bytes at byte {offset - before} was refused")
-                return self.read(offset, size, buffer)
-            place = f"{wanted - before} bytes at byte {offset}"
-            raise ModelFileError(f"cannot read {place}: {error.strerror}", where=self.where) from None
+        n = self._read(buffer[:length], offset - before, wanted - before, offset)
+        if n is None:
+            return self.read(offset, size, buffer)
         if not block:
             os.posix_fadvise(self._cached, offset, n, os.POSIX_FADV_DONTNEED)
         if n <= before:
-            raise ModelFileError(
-                f"ends early: {size} bytes at byte {offset} are missing",
-                where=self.where,
-                fix="the file was cut while it was read: copy or download it again",
-            )
+            raise self._ends_early(offset, size)
         return buffer[before : min(n, wanted)]
+
+    def read_straight(self, offset: int, size: int, memory: memoryview, at: int) -> bool:
+        """Read `size` bytes from `offset` on to `memory[at:]`, and with them the rest of their first and last block.
+
+        False, and nothing is done: that cannot be. `memory` begins at a page; file and memory must lie alike in blocks.
+        ModelFileError: the file ends early, or cannot be read.
+        """
+        block = self.way.block
+        if not block or (at - offset) % block:
+            return False
+        before = offset % block
+        first, place = offset - before, memory[at - before : at + size + -(at + size) % block]
+        done = 0
+        while done < before + size:
+            n = self._read(place[done:], first + done, size, offset)
+            if n is None:
+                return False
+            if done + n < before + size:
+                n -= n % block
+                if not n:
+                    raise self._ends_early(offset, size)
+            done += n
+        return True
+
+    def _read(self, memory: memoryview, first: int, size: int, offset: int) -> int | None:
+        """One read, from byte `first` on, for `size` bytes at `offset`; how much came.
+
+        None: a direct read was refused, and `way` is another from now on.
+        """
+        try:
+            return os.preadv(self._direct if self.way.block else self._cached, [memory], first)
+        except OSError as error:
+            if self.way.block and error.errno == errno.EINVAL:
+                self.way = Way(0, f"a direct read of {len(memory)} bytes at byte {first} was refused")
+                return None
+            place = f"{size} bytes at byte {offset}"
+            raise ModelFileError(f"cannot read {place}: {error.strerror}", where=self.where) from None
+
+    def _ends_early(self, offset: int, size: int) -> ModelFileError:
+        return ModelFileError(
+            f"ends early: {size} bytes at byte {offset} are missing",
+            where=self.where,
+            fix="the file was cut while it was read: copy or download it again",
+        )
 
     def _find_way(self) -> Way:
         try:

@@ -261,7 +261,8 @@ def _bytes(path: Path, region: Region, layer: int, expert: int, slot: int) -> tu
     size = weight.rows * tensor.row_bytes
     with path.open("rb") as file:
         file.seek(tensor.slice_offset(expert) + weight.first_row * tensor.row_bytes)
-        return bytes(region.view(arena.layout.record(layer, slot), size)), file.read(size)
+        place = arena.layout.record(layer, slot) + arena.pieces(layer)[0].offset
+        return bytes(region.view(place, size)), file.read(size)
 
 
 def _absent(region: Region) -> list[list[int]]:

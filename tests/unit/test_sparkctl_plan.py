@@ -90,7 +90,7 @@ def test_what_does_not_fit_ends_with_status_1_and_tells_what_would(models, capsy
     assert f"GiB of weights at least, --host allows 1.00 GiB: {missing / (1 << 30):.2f} GiB are" in told["advice"][0]
     assert main(["plan", str(models["laguna"]), "--host", "10", "--gpu", "h200"]) == 1
     out, err = capsys.readouterr()
-    assert "needs 18.88 GiB of weights with all experts, --host allows 10.00 GiB: 8.88 GiB are missing" in out
+    assert "needs 18.90 GiB of weights with all experts, --host allows 10.00 GiB: 8.90 GiB are missing" in out
     assert err == ""
 
 
@@ -101,7 +101,7 @@ def test_a_model_larger_than_host_memory_fits_in_part_and_says_what_all_of_it_wo
     slots = sum(host[kind] for kind in ("hot", "ring", "spare", "reserve"))
     assert host["core"] + slots + host["directory"] == host["need_bytes"] <= 10 * (1 << 30)
     assert "experts from disk" in {term["name"] for term in told["decode"]["serial"]}
-    assert "needs 18.88 GiB of weights with all experts, --host allows 10.00 GiB" in told["advice"][0]
+    assert "needs 18.90 GiB of weights with all experts, --host allows 10.00 GiB" in told["advice"][0]
 
 
 def test_a_card_with_too_little_memory_tells_the_largest_context_that_fits(models, capsys):

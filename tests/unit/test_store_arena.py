@@ -20,7 +20,16 @@ from sparkd.residency.budget import GIB, Limit
 from sparkd.residency.slabs import SlabSize
 from sparkd.store import arena as arena_module
 from sparkd.store.arena import Arena
-from sparkd.store.layout import ALIGNMENT, PAGE, VERSION, ArenaLayout, core_tensors
+from sparkd.store.layout import (
+    ALIGNMENT,
+    BLOCK,
+    PAGE,
+    PIECE_ALIGNMENT,
+    VERSION,
+    ArenaLayout,
+    core_tensors,
+    record_extents,
+)
 from sparkd.store.plan import make_plan
 from sparkd.store.server import open_arena
 
@@ -50,7 +59,7 @@ def _check_every_byte(one: Filled, arena: Arena) -> None:
         for expert, address in enumerate(addresses):
             for weight, piece in zip((layer.gate, layer.up, layer.down), pieces, strict=True):
                 expected = expert_bytes(one.model, weight, expert)
-                assert (int(address) + piece.offset) % ALIGNMENT == 0
+                assert (int(address) + piece.offset) % PIECE_ALIGNMENT == 0
                 assert piece.format is one.model.tensors[weight.tensor].format
                 assert _at(one, arena, int(address) + piece.offset, len(expected)) == expected
 
@@ -82,6 +91,26 @@ def test_fused_gate_and_up_give_the_same_record_layout_as_separate_ones(tmp_path
     _check_every_byte(fused, fused.arena)
     assert fused.arena.layout.layers == separate.arena.layout.layers
     assert [s.record_bytes for s in fused.arena.layout.slabs] == [s.record_bytes for s in separate.arena.layout.slabs]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pieces_lie_within_blocks_as_in_the_file_and_have_room_for_whole_ones(model_path, name):
+    one = empty(model_path(name))
+    alike = 0
+    for layer, records in zip(one.program.expert_layers, one.arena.layout.layers, strict=True):
+        for expert in range(layer.experts):
+            ends = [0]
+            for extent in record_extents(layer, records, one.model, expert):
+                if (extent.source - extent.target) % BLOCK == 0:
+                    alike += 1
+                    begin = extent.target - extent.target % BLOCK
+                    assert begin >= ends[-1]
+                    ends.append(extent.target + extent.size + -(extent.target + extent.size) % BLOCK)
+                else:
+                    assert extent.target >= ends[-1]
+                    ends.append(extent.target + extent.size)
+            assert ends[-1] <= one.arena.layout.slabs[records.slab].record_bytes
+    assert alike or "tinyk" not in name
 
 
 @pytest.mark.parametrize("empty_first", [False, True])

@@ -66,9 +66,11 @@ def absent(one: Filled, layer: int = 0) -> list[Record]:
     return [Record(layer, expert) for expert in experts if Record(layer, expert) not in there]
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_every_record_of_a_model_can_be_had_from_a_tier_that_holds_a_third(path, monkeypatch, cached, request):
-    if cached:
+@pytest.mark.parametrize("way", ["straight", "through a buffer", "through the page cache"])
+def test_every_record_of_a_model_can_be_had_from_a_tier_that_holds_a_third(path, monkeypatch, way, request):
+    if way == "through a buffer":
+        monkeypatch.setattr(reading.ShardFile, "read_straight", lambda *_: False)
+    if way == "through the page cache":
         monkeypatch.setattr(reading, "direct_block", lambda fd: 0)
     one = request.getfixturevalue("small")
     one.residents.attach(0)
@@ -132,6 +134,7 @@ class _Gate:
             return read(file, offset, size, buffer)
 
         monkeypatch.setattr(reading.ShardFile, "read", gated)
+        monkeypatch.setattr(reading.ShardFile, "read_straight", lambda *_: False)
 
     def arrived(self, count: int) -> None:
         for _ in range(count):
@@ -156,7 +159,7 @@ def test_urgent_jobs_come_first_and_others_leave_them_threads(path, monkeypatch)
     target = one.arena.layout.slabs[0].offset
     extents = {name: [Extent(0, start + n * 64, target + n * 64, 64)] for n, name in enumerate("abcdefgh")}
     place = {start + n * 64: name for n, name in enumerate("abcdefgh")}
-    copier.spare_readers()
+    copier.arena_filled()
     for name in "abcd":
         copier.begin(name, extents[name], _ended(results, name, done))
     copier.open()

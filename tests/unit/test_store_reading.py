@@ -81,6 +81,47 @@ def test_any_piece_of_a_file_is_read_as_it_is(path, monkeypatch, block):
         assert _whole(file, SIZE - 1, 1) == CONTENT[-1:]
 
 
+@pytest.mark.parametrize("block", [512, 4096])
+def test_a_piece_that_lies_alike_in_its_blocks_is_read_straight_to_its_place_and_no_other(path, monkeypatch, block):
+    place = memoryview(mmap.mmap(-1, SIZE + 4 * 4096))
+    with closing(_opened(path, monkeypatch, block)) as file:
+        if not file.way.block:
+            pytest.skip(f"the file system of {path} takes no direct reads")
+
+        @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @given(st.integers(0, SIZE - 1), st.integers(1, 2 * BUFFER), st.integers(0, 2 * block - 1))
+        def check(offset: int, size: int, shift: int) -> None:
+            size = min(size, SIZE - offset)
+            at = block + offset % block + shift
+            end = at + size + -(at + size) % block
+            place[:] = bytes(len(place))
+            straight = file.read_straight(offset, size, place, at)
+            assert straight == (shift % block == 0)
+            assert bytes(place[at : at + size]) == (CONTENT[offset : offset + size] if straight else bytes(size))
+            assert not any(place[: at - at % block]) and not any(place[end:])
+
+        check()
+
+
+def test_a_straight_read_goes_on_where_it_was_cut_short_and_is_done_the_other_way_once_refused(path, monkeypatch):
+    preadv = os.preadv
+    place = memoryview(mmap.mmap(-1, SIZE))
+    with closing(_opened(path, monkeypatch, 512)) as file:
+        if not file.way.block:
+            pytest.skip(f"the file system of {path} takes no direct reads")
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:1024]], offset))
+        assert file.read_straight(700, 9000, place, 700)
+        assert bytes(place[700:9700]) == CONTENT[700:9700]
+
+        def refused(fd, buffers, offset):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        monkeypatch.setattr(os, "preadv", refused)
+        assert not file.read_straight(700, 9000, place, 700)
+        assert "was refused" in file.way.note
+        assert not file.read_straight(0, 512, place, 0)
+
+
 @pytest.mark.parametrize("block", [0, 4096])
 def test_what_was_read_is_not_left_in_the_page_cache(path, monkeypatch, block):
     with closing(_opened(path, monkeypatch, block)) as file:
@@ -198,6 +239,9 @@ def test_a_file_that_is_cut_while_it_is_open_is_noticed(path, monkeypatch, block
         for offset in (1000, 1024, 5000):
             with pytest.raises(ModelFileError, match=rf"ends early: 500 bytes at byte {offset} are missing"):
                 file.read(offset, 500, new_buffer())
+            if file.way.block:
+                with pytest.raises(ModelFileError, match=rf"ends early: 500 bytes at byte {offset} are missing"):
+                    file.read_straight(offset, 500, memoryview(mmap.mmap(-1, SIZE)), offset)
         with pytest.raises(ModelFileError, match="not the file that was opened first") as caught:
             file.check()
         for size, ns in ((1000, path.stat().st_mtime_ns), (SIZE, before.mtime_ns)):
