@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sparkd.errors import DeviceError
 from sparkd.executors.device import Launch
+from sparkd.residency.device_budget import CARD_CONTEXT
 
 #: Rounding as docs/arithmetic.md says: nothing fused, nothing flushed, division and square root correctly rounded.
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
@@ -68,6 +69,8 @@ class CudaGraph:
 
 class CudaDevice:
     """Implements `sparkd.executors.device.Device` on one GPU. DeviceError where there is none, or no CuPy."""
+
+    context = CARD_CONTEXT
 
     def __init__(self, number: int = 0) -> None:
         try:

@@ -65,7 +65,9 @@ class Launch:
 
 
 class Device(Protocol):
-    """One GPU, or what stands in for it."""
+    """One GPU, or what stands in for it. `context`: bytes that a process takes on it before it allocates any."""
+
+    context: int
 
     def compile(self, source: str, kernels: Sequence[str]) -> None:
         """Make these kernels of a CUDA C++ source known under their names. DeviceError with the compiler's words."""

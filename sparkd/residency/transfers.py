@@ -83,6 +83,10 @@ class Residency:
         slab = self._slabs[self._layers[layer].slab]
         return None if slab.full else slab.size.reserve
 
+    def full(self, number: int) -> bool:
+        """Whether a slab has a slot for each of its records, so that no part is ever limited."""
+        return self._slabs[number].full
+
     @property
     def draining(self) -> bool:
         """Whether `observe` has something to find out."""

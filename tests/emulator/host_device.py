@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from simt import Kernel, build
 from sparkd.errors import DeviceError
 from sparkd.executors.device import ALIGNMENT, Launch
 
+PAGE = 4096
+
 
 class HostEvent:
     """A point in a stream: reached once `mark` operations have run."""
@@ -24,6 +27,10 @@ class HostEvent:
 
     def done(self) -> bool:
         self._stream.poke()
+        return self.reached
+
+    @property
+    def reached(self) -> bool:
         return self._stream.run >= self._mark
 
     def synchronize(self) -> None:
@@ -49,7 +56,9 @@ class HostStream:
             self.run += 1
 
     def poke(self) -> None:
-        self.run_to(self.run + self._dice.randint(0, len(self._queue)))
+        """Go on a little, or to the end, or not at all."""
+        if self._dice.random() < 0.5:
+            self.run_to(self.run + self._dice.randint(0, len(self._queue)))
 
     def record(self) -> HostEvent:
         return HostEvent(self)
@@ -82,14 +91,23 @@ class _Recorder:
 
 
 class HostDevice:
-    """Implements `sparkd.executors.device.Device`. Fresh memory is full of 0xFF: a NaN in every form."""
+    """Implements `sparkd.executors.device.Device`. Fresh memory is full of 0xFF: a NaN in every form.
+
+    `foreign` bytes are used by others; registering is refused beyond `pinnable` bytes.
+    """
+
+    context = 0
 
     def __init__(self, *, size: int = 1 << 30, seed: int = 0, order: str = "forward") -> None:
         self.dice = random.Random(seed)
         self.order = order
         self.launched = 0
         self._size = size
+        self.foreign = 0
+        self.pinnable: float = math.inf
+        self._registered: list[range] = []
         self._memory: dict[int, NDArray[np.uint8]] = {}
+        self._freed: list[NDArray[np.uint8]] = []
         self._kernels: dict[str, Kernel] = {}
 
     def compile(self, source: str, kernels: Sequence[str]) -> None:
@@ -109,10 +127,14 @@ class HostDevice:
         return np.full(size, 0xFF, np.uint8)
 
     def free(self, address: int) -> None:
-        del self._memory[address]
+        """Nobody may read it from now on: who does finds no record there."""
+        memory = self._memory.pop(address)
+        memory[:] = 0xFF
+        self._freed.append(memory)
 
     def memory(self) -> tuple[int, int]:
-        return self._size - sum(memory.nbytes for memory in self._memory.values()), self._size
+        used = self.foreign + sum(memory.nbytes for memory in self._memory.values())
+        return self._size - used, self._size
 
     def stream(self) -> HostStream:
         return HostStream(self.dice)
@@ -120,6 +142,7 @@ class HostDevice:
     def upload(self, stream: HostStream, address: int, data: NDArray[np.generic]) -> None:
         staged = np.ascontiguousarray(data).copy()
         stream.push(lambda: ctypes.memmove(address, staged.ctypes.data, staged.nbytes))
+        stream.poke()
 
     def download(self, stream: HostStream, address: int, out: NDArray[np.generic]) -> None:
         assert out.flags.c_contiguous
@@ -127,6 +150,7 @@ class HostDevice:
 
     def copy(self, stream: HostStream, target: int, source: int, size: int) -> None:
         stream.push(lambda: ctypes.memmove(target, source, size))
+        stream.poke()
 
     def zero(self, stream: HostStream, address: int, size: int) -> None:
         stream.push(lambda: ctypes.memset(address, 0, size))
@@ -147,4 +171,10 @@ class HostDevice:
         return HostGraph(recorder.work)
 
     def register(self, address: int, size: int) -> int:
+        """As a driver does it: whole pages, each once."""
+        assert address % PAGE == size % PAGE == 0, "not whole pages"
+        assert all(address + size <= other.start or other.stop <= address for other in self._registered), "pages twice"
+        if sum(map(len, self._registered)) + size > self.pinnable:
+            raise DeviceError(f"host memory cannot be pinned for the GPU: {size} bytes more are too many")
+        self._registered.append(range(address, address + size))
         return address

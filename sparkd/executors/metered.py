@@ -1,0 +1,46 @@
+"""A device of which no more is allocated than was granted."""
+
+from __future__ import annotations
+
+from sparkd.errors import DeviceError
+from sparkd.executors.device import Device
+
+#: Bytes to which a driver rounds an allocation.
+_GRAIN = 512
+
+
+class Metered:
+    """Implements `Device` on another one: `used` bytes are allocated now, `limit` at most; else DeviceError."""
+
+    def __init__(self, device: Device, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.context = device.context
+        self._device = device
+        self._sizes: dict[int, int] = {}
+        self.compile, self.capture = device.compile, device.capture
+        self.pinned, self.register, self.stream, self.memory = (
+            device.pinned,
+            device.register,
+            device.stream,
+            device.memory,
+        )
+        self.upload, self.download, self.copy = device.upload, device.download, device.copy
+        self.zero, self.launch = device.zero, device.launch
+
+    def allocate(self, size: int) -> int:
+        """The address of `size` bytes, undefined contents."""
+        taken = -(-size // _GRAIN) * _GRAIN
+        if self.used + taken > self.limit:
+            raise DeviceError(
+                f"{size} bytes more are not within {self.limit} bytes of GPU memory: {self.used} are used"
+            )
+        address = self._device.allocate(size)
+        self._sizes[address] = taken
+        self.used += taken
+        return address
+
+    def free(self, address: int) -> None:
+        """Give memory back."""
+        self._device.free(address)
+        self.used -= self._sizes.pop(address)

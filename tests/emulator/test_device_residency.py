@@ -1,0 +1,47 @@
+"""Whole models through the emulated kernels at every residency of the device: the bits of the native executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_device import HostDevice
+from pairs import Pair, loaded
+from tiers import Churned
+
+MODELS = ["qwen35moe-tinyk-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m"]
+STEPS = 6
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("share", "registered"), [(0.0, True), (0.1, True), (0.5, True), (1.0, True), (0.0, False), (0.5, False)]
+)
+def test_a_model_says_the_same_wherever_its_experts_are(
+    name: str, share: float, registered: bool, model_path: Callable[[str], Path], seed: int
+) -> None:
+    """A prompt beside decoding, then two sequences; placements, misses and lost blocks between and under the steps."""
+    rng = np.random.default_rng(seed)
+    with loaded(model_path(name)) as arena:
+        device = HostDevice(seed=seed)
+        pair = Pair(arena.program, arena, device, positions=64, max_rows=16)
+        churned = Churned(device, pair.cuda, arena, share, seed, registered=registered)
+        pair.cuda.serve_from(churned.tier)
+        vocab = arena.program.vocab
+        first, second = pair.start(), pair.start()
+        result = pair.step((first, rng.integers(0, vocab, 4).tolist()))
+        token = int(result.logits[-1].argmax())
+        result = pair.step((first, [token]), (second, rng.integers(0, vocab, 9).tolist()))
+        for number in range(STEPS):
+            churned.tier.used(np.ones(result.experts.shape[1], bool), result.experts)
+            churned.happen()
+            if number == STEPS // 2:
+                churned.tier.shrink(1)
+            tokens = [int(result.logits[0].argmax()), int(result.logits[-1].argmax())]
+            result = pair.step((first, tokens[:1]), (second, tokens[1:]))
+        uses = sum(counts.uses for counts in churned.tier.counts().values())
+        misses = sum(counts.misses for counts in churned.tier.counts().values())
+        assert uses > 0
+        assert (misses == uses) == (share == 0)
