@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,8 @@ class Residents:
         layers = [LayerSize(layer.slab, layer.experts) for layer in arena.layout.layers]
         slabs = [slab.size for slab in arena.layout.slabs]
         self._records = [Record(layer, e) for layer, size in enumerate(layers) for e in range(size.experts)]
+        #: Of each expert layer: the extents of its first record, and how far those of the next one are in the file.
+        self._firsts = [self._first_extents(layer) for layer in range(len(layers))]
         self._engine = Residency(layers, slabs, self._left())
         self._observe()
 
@@ -87,7 +89,7 @@ class Residents:
 
     def size(self, record: Record) -> int:
         """Bytes of a record in the files."""
-        return sum(extent.size for extent in self._extents(record))
+        return sum(extent.size for extent, _ in self._firsts[record.layer])
 
     def absentees(self) -> list[Record]:
         """What has to be copied so that the arena is filled, in the order of the files.
@@ -302,21 +304,25 @@ class Residents:
             self._set(copy.record, State.ABSENT, copy.place)
         self._carry_out(self._engine.failed(copy, str(error)))
 
-    def _work(self, copy: Copy) -> Iterator[Extent]:
+    def _work(self, copy: Copy) -> list[Extent]:
         layout, layer = self.arena.layout, copy.record.layer
         target = layout.record(layer, copy.place.slot)
         if copy.source is not None:
             source = layout.record(layer, copy.source.slot)
-            yield Extent(IN_ARENA, source, target, layout.slabs[copy.slab].record_bytes)
-            return
-        for extent in self._extents(copy.record):
-            yield Extent(extent.shard, extent.source, target + extent.target, extent.size)
+            return [Extent(IN_ARENA, source, target, layout.slabs[copy.slab].record_bytes)]
+        expert = copy.record.expert
+        return [
+            Extent(first.shard, first.source + expert * stride, target + first.target, first.size)
+            for first, stride in self._firsts[layer]
+        ]
 
-    def _extents(self, record: Record) -> Iterator[Extent]:
-        arena, layer = self.arena, record.layer
-        return record_extents(
-            arena.program.expert_layers[layer], arena.layout.layers[layer], arena.model, record.expert
+    def _first_extents(self, layer: int) -> list[tuple[Extent, int]]:
+        arena = self.arena
+        of = functools.partial(
+            record_extents, arena.program.expert_layers[layer], arena.layout.layers[layer], arena.model
         )
+        second = of(min(1, arena.layout.layers[layer].experts - 1))
+        return [(first, after.source - first.source) for first, after in zip(of(0), second, strict=True)]
 
     @staticmethod
     def _key(copy: Copy) -> Hashable:
