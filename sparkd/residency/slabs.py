@@ -146,10 +146,14 @@ class Slab:
         self.size = replace(self.size, slots=self.size.slots - 1)
 
     def take_reserve(self) -> Slot:
-        """The slot of the reserve that has been free for longest; what it still holds is given up."""
+        """The slot of the reserve that has been free for longest; what it still holds is given up.
+
+        The ring does not get it then: to fetch again what nobody waits for is not worth it.
+        """
         slot, _ = self.reserve.popitem(last=False)
         if slot.record is not None:
             del self.leftovers[slot.record]
+            self.ring_wants.pop(slot.record, None)
         return slot
 
     def revive(self, record: Record) -> Slot:

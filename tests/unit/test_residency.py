@@ -219,7 +219,7 @@ def play(tier: Tier, wanted: list[list[Record]], use: Use) -> None:
 def test_a_miss_is_counted_once_however_it_was_served():
     tier = one_layer(4, 1)
     tier.begin(0)
-    for expert in (0, 1, 2, 3, 4):  # three fit into the ring at once, the others go through the reserve
+    for expert in (0, 1, 2, 3, 4):  # three fit into the ring at once, the others go through the reserve, one at a time
         lease = tier.stage(0, [Record(0, expert)], Use.DECODE)
         tier.copied(tier.copies[0])
         tier.publish()
@@ -227,8 +227,10 @@ def test_a_miss_is_counted_once_however_it_was_served():
     missed = tier.used(0, [Record(0, expert) for expert in range(5)], Use.DECODE)
     assert missed == [Record(0, expert) for expert in range(5)]
     tier.end(0)
+    tier.observe()
+    assert [(copy.record.expert, copy.source is None) for copy in tier.copies] == [(4, False)], "nothing is read again"
     tier.settle()
-    assert set(tier.words) == {Record(0, 2), Record(0, 3), Record(0, 4)}, "what the step missed last"
+    assert set(tier.words) == {Record(0, 1), Record(0, 2), Record(0, 4)}, "what the reserve still held"
     assert tier.used(0, [Record(0, 2)], Use.DECODE) == []
     counts = tier.engine.counts[Use.DECODE]
     assert (counts.uses, counts.misses) == (6, 5)
