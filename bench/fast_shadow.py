@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sparkd.calibration.shadow import Rule, Shadow
+from sparkd.residency.ring import Heats
 
 _SOURCE = Path(__file__).with_name("fast_shadow.cpp")
 
@@ -36,7 +37,9 @@ def build() -> None:
 class FastShadow(Shadow):
     """One policy; see `Shadow` for what everything means."""
 
-    def __init__(self, slabs: Sequence[int], capacity: Sequence[int], rule: Rule) -> None:
+    def __init__(
+        self, slabs: Sequence[int], capacity: Sequence[int], rule: Rule, heats: Heats[int] | None = None
+    ) -> None:
         self.rule = rule
         self._capacity = capacity
         held, room = np.ascontiguousarray(slabs, np.int32), np.ascontiguousarray(capacity, np.int64)
@@ -58,6 +61,9 @@ class FastShadow(Shadow):
     def step(self, records: Iterable[int]) -> int:
         named = np.ascontiguousarray(records if isinstance(records, np.ndarray) else list(records), np.int32)
         return int(_library().shadow_step(self._shadow, _pointer(named), _count(len(named))))
+
+    def find(self, named: Sequence[int]) -> int:
+        return self.step(named)  # it has heats of its own
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:

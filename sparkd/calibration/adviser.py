@@ -84,6 +84,8 @@ class Adviser:
         return self._placement()
 
     def _choose(self, heat: NDArray[np.float64], rule: Rule) -> list[list[int]]:
+        if not rule.pinned:
+            return [[] for _ in self.tier.layers]
         room = [slots - round(slots * (1.0 - rule.pinned)) for slots in self.tier.slots]
         return choose_hot(heat.tolist(), self.tier.layers, self.tier.record_bytes, room, self._hot)
 

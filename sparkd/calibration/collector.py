@@ -5,11 +5,13 @@ What it decides is elsewhere and pure: `counts`, `adviser`, `worth`. Placements 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparkd.calibration import profile
 from sparkd.calibration.adviser import Adviser, Tier
@@ -27,8 +29,11 @@ from sparkd.residency.slabs import LayerSize
 
 #: Seconds between two looks at the ring, which holds far more than what comes meanwhile.
 _POLL_S = 0.25
-#: Steps that are taken before the supervisor is listened to again.
+#: Steps that are taken before the supervisor is listened to again, and at a time.
 _BURST = 256
+_TOGETHER = 32
+#: Rows of a step that is counted together with others: no chunk of a prompt.
+_FEW_ROWS = 16
 #: Seconds between two savings of the profile: what a crash can cost.
 _SAVE_S = 60.0
 _log = logging.getLogger(__name__)
@@ -128,34 +133,57 @@ class Collector:
 
     def _collect(self) -> bool:
         """Count what is there; true when there may be more."""
-        for _ in range(_BURST):
+        for _ in range(_BURST // _TOGETHER):
             try:
-                routed = self._ring.peek()
-                if routed is None:
-                    return False
-                self._count(routed)
-                self._ring.advance(routed)
+                steps = self._ring.waiting(_TOGETHER)
             except TornError as error:
                 self._refused += 1
                 _log.error("dropped what was in the ring: %s", error)
-            adviser = self._adviser
-            if adviser is not None and adviser.due:
-                self._publish(adviser.advise(self._counts.blended()))
+                continue
+            if not steps:
+                return False
+            for (_, few), alike in itertools.groupby(steps, lambda step: (step.top_k, step.rows <= _FEW_ROWS)):
+                for part in [list(alike)] if few else ([step] for step in alike):
+                    self._count(part)
+            self._ring.advance(*steps)
         return True
 
-    def _count(self, routed: Routed) -> None:
-        ids = np.frombuffer(routed.ids, "<i2").reshape(self._ring.layers, routed.rows, routed.top_k)
-        kinds = np.frombuffer(routed.kinds, np.uint8)
+    def _count(self, steps: list[Routed]) -> None:
+        """Count steps whose rows choose the same number of experts: together, which costs little more than one."""
+        layers = self._ring.layers
+        ids = [np.frombuffer(step.ids, "<i2").reshape(layers, step.rows, step.top_k) for step in steps]
+        kinds = np.frombuffer(b"".join(step.kinds for step in steps), np.uint8)
+        decode = (kinds & 1) != 0
         try:
-            numbers = self._counts.add(ids, (kinds & 1) != 0, [self._tag(kind >> 1) for kind in kinds.tolist()])
-            self._steps += 1
-            self._recorder.take(routed, time.monotonic())
+            numbers = self._counts.add(np.concatenate(ids, axis=1), decode, self._tags_of(kinds))
         except RoutingError as error:
+            if len(steps) > 1:
+                for step in steps:
+                    self._count([step])
+                return
             self._refused += 1
             _log.warning("dropped a step of a worker: %s", error)
             return
-        if self._adviser is not None and len(numbers):
-            self._adviser.step(numbers)
+        self._steps += len(steps)
+        ends = np.cumsum([step.rows for step in steps])
+        first = 0
+        for step, last in zip(steps, np.cumsum(decode)[ends - 1].tolist(), strict=True):
+            self._recorder.take(step, time.monotonic())
+            self._advise(numbers[first:last])
+            first = last
+
+    def _advise(self, numbers: NDArray[np.int64]) -> None:
+        """A step's decode rows used these records."""
+        adviser = self._adviser
+        if adviser is not None and len(numbers):
+            adviser.step(numbers)
+            if adviser.due:
+                self._publish(adviser.advise(self._counts.blended()))
+
+    def _tags_of(self, kinds: NDArray[np.uint8]) -> list[str] | None:
+        """The tag of each row; None: none has one."""
+        numbers = kinds >> 1
+        return [self._tag(number) for number in numbers.tolist()] if numbers.any() else None
 
     def _tag(self, number: int) -> str:
         if number >= len(self._tags):

@@ -44,12 +44,17 @@ RULES = (
 class Shadow:
     """One policy at work on the record numbers of every step: what it holds, and what it found."""
 
-    def __init__(self, slabs: Sequence[int], capacity: Sequence[int], rule: Rule) -> None:
-        """`slabs[n]` is the slab of record n, `capacity[slab]` how many records it holds."""
+    def __init__(
+        self, slabs: Sequence[int], capacity: Sequence[int], rule: Rule, heats: Heats[int] | None = None
+    ) -> None:
+        """`slabs[n]` is the slab of record n, `capacity[slab]` how many records it holds.
+
+        `heats` may be those of other shadows, too, whose rules have the same half-life: then `find` is for steps.
+        """
         self.rule = rule
         self._slabs = slabs
         self._capacity = capacity
-        self._heats: Heats[int] = Heats(rule.half_life)
+        self._heats: Heats[int] = Heats(rule.half_life) if heats is None else heats
         self._rings: list[Ring[int]] = [Ring(self._heats) for _ in capacity]
         self._pinned: set[int] = set()
         self._there: set[int] = set()
@@ -92,6 +97,10 @@ class Shadow:
         """A decode step uses these records, each named once; how many of them were there."""
         named = tuple(records)
         self._heats.use(named)
+        return self.find(named)
+
+    def find(self, named: Sequence[int]) -> int:
+        """`step`, where the heats know of it already."""
         there = self._there
         missed = [record for record in named if record not in there]
         there.update(missed)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparkd.calibration.shadow import RULES, Rule, Shadow
+from sparkd.residency.ring import Heats
 from sparkd.residency.slabs import LayerSize
 
 #: Records that stand for all.
@@ -48,7 +49,10 @@ class Tuner:
         self._number[self._chosen] = np.arange(len(self._chosen))
         self._sampled = slabs[self._chosen]
         held = [_share(self._sampled == slab, slabs == slab, slots) for slab, slots in enumerate(capacity)]
-        self._shadows = [shadow(self._sampled.tolist(), held, rule) for rule in rules]
+        #: Of each half-life; shadows share them.
+        self._heats: dict[float, Heats[int]] = {rule.half_life: Heats(rule.half_life) for rule in rules}
+        slab_of = self._sampled.tolist()
+        self._shadows = [shadow(slab_of, held, rule, self._heats[rule.half_life]) for rule in rules]
         self.steps = 0
         self._decay = 0.5 ** (1.0 / MEMORY)
         self._uses = 0.0
@@ -61,8 +65,10 @@ class Tuner:
         self.steps += 1
         self._uses = self._uses * self._decay + len(sampled)
         decay = self._decay
+        for heats in self._heats.values():
+            heats.use(sampled)
         self._hits = [
-            hits * decay + shadow.step(sampled) for hits, shadow in zip(self._hits, self._shadows, strict=True)
+            hits * decay + shadow.find(sampled) for hits, shadow in zip(self._hits, self._shadows, strict=True)
         ]
 
     def pin(self, heat: NDArray[np.float64]) -> None:

@@ -120,22 +120,30 @@ class RoutingRing:
 
     def peek(self) -> Routed | None:
         """The calibrator: the oldest step that was not dealt with, None without any. TornError when it cannot be."""
-        read, written = _atomics.load(self._words, _READ), _atomics.load(self._words, _WRITTEN)
-        if read == written:
-            return None
-        waiting = written - read
-        rows, top_k, step = _STEP.unpack(self._get(read, _STEP.size)) if waiting >= _STEP.size else (0, 0, 0)
-        length = self._length(rows, top_k)
-        if waiting > self._capacity or not rows or length > waiting:
-            _atomics.store(self._words, _READ, written)
-            raise TornError(f"{waiting} bytes of routed ids begin with a step of {rows} rows, {length} bytes")
-        body = self._get(read + _STEP.size, length - _STEP.size)
-        return Routed(step, rows, top_k, body[:rows], body[rows : rows + 2 * self.layers * rows * top_k])
+        return next(iter(self.waiting(1)), None)
 
-    def advance(self, routed: Routed) -> None:
-        """The calibrator: `routed`, which `peek` gave, is dealt with."""
+    def waiting(self, limit: int) -> list[Routed]:
+        """The calibrator: the oldest steps not dealt with, at most `limit`. TornError when the first cannot be."""
+        read, written = _atomics.load(self._words, _READ), _atomics.load(self._words, _WRITTEN)
+        steps: list[Routed] = []
+        while read != written and len(steps) < limit:
+            waiting = written - read
+            rows, top_k, step = _STEP.unpack(self._get(read, _STEP.size)) if waiting >= _STEP.size else (0, 0, 0)
+            length = self._length(rows, top_k)
+            if waiting > self._capacity or not rows or length > waiting:
+                if steps:
+                    break
+                _atomics.store(self._words, _READ, written)
+                raise TornError(f"{waiting} bytes of routed ids begin with a step of {rows} rows, {length} bytes")
+            body = self._get(read + _STEP.size, length - _STEP.size)
+            steps.append(Routed(step, rows, top_k, body[:rows], body[rows : rows + 2 * self.layers * rows * top_k]))
+            read += length
+        return steps
+
+    def advance(self, *steps: Routed) -> None:
+        """The calibrator: these steps, the oldest ones, are dealt with."""
         read = _atomics.load(self._words, _READ)
-        _atomics.store(self._words, _READ, read + self._length(routed.rows, routed.top_k))
+        _atomics.store(self._words, _READ, read + sum(self._length(step.rows, step.top_k) for step in steps))
 
     def _length(self, rows: int, top_k: int) -> int:
         length: int = _STEP.size + rows + 2 * self.layers * rows * top_k
