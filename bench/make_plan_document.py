@@ -22,7 +22,7 @@ from sparkd.planning.roofline import PROMPT, Processor, Speed
 from sparkd.planning.shape import Shape
 from sparkd.planning.work import LAUNCHES_LAYER, LOGIT_ROWS
 from sparkd.residency.budget import GIB, Limit
-from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RESERVE_SLOTS
+from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RESERVE_PARTS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "plan.md"
@@ -90,7 +90,11 @@ def constants() -> Iterator[tuple[str, str, str]]:
     yield "`RING_ALONE`", f"{hits.RING_ALONE}", "fitted: 71.3 % found by a ring of 40 % alone, the built-in model"
     yield "`CARD_CONTEXT`", f"{CARD_CONTEXT >> 20} MiB", "stated"
     yield "`CARD_MARGIN`", f"{CARD_MARGIN:.1%}", "stated: a 16 GiB card showed 15.3 GiB free"
-    yield "`RESERVE_SLOTS`", f"{RESERVE_SLOTS}", "two buffers of what a token uses of a layer, for each size of record"
+    yield (
+        "`RESERVE_PARTS`",
+        f"{RESERVE_PARTS}",
+        "the design: buffers, each of what a token uses of a layer",
+    )
     yield "`LOGIT_ROWS`", f"{LOGIT_ROWS}", "the design: sequences of one replay"
     yield "`THREAD_BANDWIDTH`", f"{roofline.THREAD_BANDWIDTH / 1e9:.1f} GB/s", "measured: `bench/README.md`, Q4_K"
     rate = f"{roofline.THREAD_OPERATIONS / 1e9:.1f} G/s"
@@ -111,7 +115,8 @@ def budgets(models: Models) -> Iterator[tuple[object, ...]]:
         shape = models.full[arch]
         needs = shape.device(settings(), 1 << 50, 0).needs
         slots = sum(round(stack.experts * share + ring) * stack.record_bytes for stack in needs.stacks)
-        reserve = RESERVE_SLOTS * sum({stack.record_bytes for stack in needs.stacks}) if share < 1 else 0
+        slots_of_size = RESERVE_PARTS * max(shape.work.top_k)
+        reserve = slots_of_size * sum({stack.record_bytes for stack in needs.stacks}) if share < 1 else 0
         weights = (needs.core + slots) / GIB
         everything = (needs.fixed + slots + reserve) / GIB
         yield (

@@ -45,9 +45,16 @@ class MemorySettings:
     """How much memory the weights may take, and how it is held."""
 
     host_gib: Annotated[float, Within(0, 65536)] = 0.0
-    vram_gib: Annotated[float, Within(0, 0)] = 0.0
+    vram_gib: Annotated[float, Within(0, 65536)] = 0.0
     lock: Literal["auto", "off"] = "auto"
     huge_pages: Literal["auto", "off"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What computes."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,7 @@ class Settings:
 
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
+    worker: WorkerSettings = WorkerSettings()
     cpu: CpuSettings = CpuSettings()
     kv: KvSettings = KvSettings()
     numerics: NumericsSettings = NumericsSettings()
@@ -184,8 +192,7 @@ def _section(name: str, kind: type[_T], body: Mapping[str, object]) -> _T:
         try:
             checked[key] = _checked(hints[key], value)
         except ValueError as error:
-            why = "this version has no GPU worker" if key == "vram_gib" else str(error)
-            raise WrongSetting(name, key, f"{name}.{key} = {value!r} is refused: {why}") from None
+            raise WrongSetting(name, key, f"{name}.{key} = {value!r} is refused: {error}") from None
     return kind(**checked)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 #: What is said of a card: there is none to have measured.
-PREDICTED = "this version has no GPU worker: all that is said of a card is a prediction, nothing of it was measured"
+PREDICTED = "all that is said of a card is a prediction: nothing of it was measured"
 #: Slots of the ring in each expert layer.
 RING_SLOTS = 32
 #: The host's memory and disk when nobody says.

@@ -123,6 +123,7 @@ def _facts(document: Document) -> Iterator[tuple[str, str | Text]]:
         yield "loading", _of(loading["done_bytes"], loading["total_bytes"])
     yield from _memory(_part(document, "memory"))
     yield from _tier(_part(document, "residency"))
+    yield from _card(_part(document, "device"))
     if requests := _part(document, "requests"):
         yield (
             "requests",
@@ -136,11 +137,10 @@ def _facts(document: Document) -> Iterator[tuple[str, str | Text]]:
             f"decode {speed.get('decode_tokens_s', 0):.1f}, prefill {speed.get('prefill_tokens_s', 0):.1f} tokens/s",
         )
     if executor := _part(document, "executor"):
-        yield (
-            "computes",
-            f"{executor.get('kind')} {executor.get('isa')}, {executor.get('threads')} threads, "
-            f"keys and values {executor.get('kv_type')}",
-        )
+        how = str(executor.get("kind"))
+        if "isa" in executor:
+            how += f" {executor['isa']}, {executor.get('threads')} threads"
+        yield "computes", f"{how}, keys and values {executor.get('kv_type')}"
 
 
 def _memory(memory: Document) -> Iterator[tuple[str, Text]]:
@@ -165,21 +165,45 @@ def _tier(residency: Document) -> Iterator[tuple[str, str | Text]]:
         return
     slots, records = residency["slots"], residency["records"]
     yield "experts", bar(slots / records).append(f" room for {slots} of {records}, the others are read when used")
-    slabs = residency.get("slabs", ())
-    if slabs:
-        said = {name: sum(slab[name] for slab in slabs) for name in ("hot", "ring", "reserve", "spare")}
-        yield "", ", ".join(f"{count} {name}" for name, count in said.items())
-    uses = residency.get("uses", {})
-    for name, counts in uses.items():
-        if counts["uses"]:
-            hits = 1 - counts["misses"] / counts["uses"]
-            yield "", f"{name}: {hits:.1%} of {counts['uses']} uses found their expert in memory"
-    if uses:
+    yield from _slots(residency, "in memory")
+    if residency.get("uses"):
         yield (
             "",
             f"{size(residency['read_bytes'])} read from disk since the start, {size(residency['moved_bytes'])} moved",
         )
-    placement = residency.get("placement", {})
+    yield from _placement(residency.get("placement", {}))
+
+
+def _card(device: Document) -> Iterator[tuple[str, str | Text]]:
+    """Of a card: its memory, the slots for experts, what was missed, and how the others are read."""
+    if not device:
+        return
+    yield "card", _of(device["used_bytes"], device["limit_bytes"]).append(f", {size(device['free_bytes'])} free")
+    if device["given_back_bytes"]:
+        yield "", f"{size(device['given_back_bytes'])} of slots given back, since others use the card"
+    slots, records = device["slots"], device["records"]
+    yield "on the card", bar(slots / max(records, 1)).append(f" room for {slots} of {records} experts")
+    yield from _slots(device, "on the card")
+    yield "", f"{size(device['moved_bytes'])} copied to the card since the start"
+    elsewhere = records - device["in_place"]
+    if elsewhere:
+        why = f": {printable(device['in_place_note'])}" if device["in_place_note"] else " yet"
+        yield "", f"{elsewhere} experts cannot be read in host memory, and are copied when used{why}"
+    yield from _placement(device["placement"])
+
+
+def _slots(tier: Document, where: str) -> Iterator[tuple[str, str]]:
+    slabs = tier.get("slabs", ())
+    if slabs:
+        said = {name: sum(slab[name] for slab in slabs) for name in ("hot", "ring", "reserve", "spare")}
+        yield "", ", ".join(f"{count} {name}" for name, count in said.items())
+    for name, counts in tier.get("uses", {}).items():
+        if counts["uses"]:
+            hits = 1 - counts["misses"] / counts["uses"]
+            yield "", f"{name}: {hits:.1%} of {counts['uses']} uses found their expert {where}"
+
+
+def _placement(placement: Document) -> Iterator[tuple[str, str]]:
     if placement.get("refused"):
         yield "", f"refused {printable(placement['refused'])}"
     elif placement.get("swaps_left"):
@@ -209,16 +233,22 @@ def _processes(processes: list[Document]) -> Table:
 def _residency(document: Document) -> Table:
     """Where the experts of each layer lie and, when the calibrator counts, how unevenly decoding uses them."""
     layers = document["residency"]["layers"]
+    on_card = _part(document, "device").get("layers") or []
     decode = _part(_part(document, "calibration"), "decode")
     counts, busiest = decode.get("counts") or [], decode.get("busiest_quarter") or []
     counted = len(counts) == len(busiest) == len(layers)
-    made = table("expert layer>", "in host memory", "experts>", *(("used by decoding", "busiest quarter>") * counted))
+    card = ("on the card", "experts>") if on_card else ()
+    used = ("used by decoding", "busiest quarter>") if counted else ()
+    made = table("expert layer>", "in host memory", "experts>", *card, *used)
     for index, layer in enumerate(layers):
         row: list[str | Text] = [
             str(index),
             bar(layer["resident"] / max(layer["records"], 1)),
             f"{layer['resident']} of {layer['records']}",
         ]
+        if on_card:
+            there = on_card[index]
+            row += [bar(there["resident"] / max(there["records"], 1)), f"{there['resident']} of {there['records']}"]
         if counted:
             row += [strip(counts[index]), f"{busiest[index]:.0%}"]
         made.add_row(*row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkd.errors import DeviceError
+from sparkd.errors import BudgetError
 from sparkd.executors.device import Device
 
 #: Bytes to which a driver rounds an allocation.
@@ -10,7 +10,7 @@ _GRAIN = 512
 
 
 class Metered:
-    """Implements `Device` on another one: `used` bytes are allocated now, `limit` at most; else DeviceError."""
+    """Implements `Device` on another one: `used` bytes are allocated now, `limit` at most; else BudgetError."""
 
     def __init__(self, device: Device, limit: int) -> None:
         self.limit = limit
@@ -32,8 +32,10 @@ class Metered:
         """The address of `size` bytes, undefined contents."""
         taken = -(-size // _GRAIN) * _GRAIN
         if self.used + taken > self.limit:
-            raise DeviceError(
-                f"{size} bytes more are not within {self.limit} bytes of GPU memory: {self.used} are used"
+            raise BudgetError(
+                f"needs more than the {self.limit} bytes of GPU memory that may be used: {size} beside {self.used}",
+                where="memory.vram_gib",
+                fix="lower limits.context or limits.sequences, or give it more",
             )
         address = self._device.allocate(size)
         self._sizes[address] = taken

@@ -12,7 +12,7 @@ from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.planning.work import Work, work_of
 from sparkd.residency.budget import Fit, Limit, tightest
-from sparkd.residency.device_budget import CARD_CONTEXT, RESERVE_SLOTS, DeviceBudget, DeviceNeeds, Stack, divide
+from sparkd.residency.device_budget import CARD_CONTEXT, RESERVE_PARTS, DeviceBudget, DeviceNeeds, Stack, divide
 from sparkd.store.layout import ArenaLayout, Slab, weights_bytes
 from sparkd.store.plan import fit_layout, host_needs, kv_and_state, open_model
 from sparkd.store.planned import STEP_ROWS
@@ -118,7 +118,7 @@ class Shape:
             workspace=self.work.workspace(STEP_ROWS) + table,
             stacks=self.work.stacks,
         )
-        return divide(needs, limit, ring_slots, RESERVE_SLOTS)
+        return divide(needs, limit, ring_slots, RESERVE_PARTS * max(self.work.top_k, default=0))
 
 
 def with_limits(settings: Settings, **limits: int) -> Settings:

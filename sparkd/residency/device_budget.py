@@ -17,8 +17,8 @@ from sparkd.residency.slabs import SlabSize
 
 #: Bytes of a CUDA context with our kernels. Stated, not measured.
 CARD_CONTEXT = 400 << 20
-#: Slots of the reserve for each size of record: two buffers of what a token of the models we know uses of a layer.
-RESERVE_SLOTS = 2 * 8
+#: The reserve, for each size of record: so many buffers of what a token uses of a layer.
+RESERVE_PARTS = 2
 #: Slots of the ring in each expert layer, unless asked otherwise.
 RING_SLOTS = 32
 #: The part of a whole card that is left to driver, display and others (a 16 GiB RTX 5060 Ti shows 15.3 GiB free).
@@ -156,6 +156,19 @@ def _level(stacks: Sequence[Stack], left: int, most: int) -> int:
         else:
             high = level - 1
     return low
+
+
+def allowance(free: int, total: int, wanted: int, context: int) -> tuple[int, str]:
+    """Bytes that may be allocated of a card that reports `free` of `total` beside our context of `context` bytes.
+
+    All but a margin; with the context no more than `wanted`, where that is not 0. Never less than 0; and a note as of
+    `usable`.
+    """
+    size, note = usable(free, total)
+    size -= int(total * CARD_MARGIN)
+    if wanted:
+        size = min(size, wanted - context)
+    return max(size, 0), note
 
 
 def usable(free: int, total: int, margin: int = 0) -> tuple[int, str]:

@@ -15,11 +15,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from sparkd.config import Settings
-from sparkd.errors import BudgetError, ConfigError, ModelFileError, SparkError
+from sparkd.errors import BudgetError, ConfigError, DeviceError, ModelFileError, SparkError
+from sparkd.executors.gpu import NO_DRIVER, gpu_missing
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
@@ -75,6 +77,7 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
     fit = tightest(host_needs(program, layout, settings), limits)
     if fit.missing:
         raise _too_large(fit, model.where)
+    device, why = choose_device(settings, layout.partial, gpu_missing)
     return Plan(
         model=model_name(model),
         path=model.where,
@@ -85,7 +88,7 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         longest_token=max((len(token.encode()) for token in tokens), default=0),
         expert_layers=len(program.expert_layers),
         experts=max((layer.experts for layer in program.expert_layers), default=0),
-        notes=[*model.notes, *program.notes],
+        notes=[*model.notes, *program.notes, *([why] if why else [])],
         arena=arena_name(model, layout),
         arena_bytes=layout.total_bytes,
         core_bytes=layout.core_bytes,
@@ -93,11 +96,37 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         records=sum(layer.experts for layer in program.expert_layers),
         slots=sum(slab.slots for slab in layout.slabs),
         partial=layout.partial,
+        device=device,
         state_bytes=fit.needs.state,
         need_bytes=fit.needs.total,
         limit=fit.limit.name,
         limit_bytes=fit.limit.size,
     )
+
+
+def choose_device(settings: Settings, partial: bool, missing: Callable[[], str]) -> tuple[Literal["cpu", "cuda"], str]:
+    """What computes, and why it is not the GPU that is there, or that was asked for; empty: it is.
+
+    BudgetError: a GPU is asked for, and host memory does not hold all experts: its steps cannot wait for a disk.
+    DeviceError: `memory.vram_gib` asks for GPU memory, and `missing` says that there is none.
+    """
+    wanted = settings.worker.device
+    if wanted == "cpu":
+        return "cpu", ""
+    asked = wanted == "cuda" or settings.memory.vram_gib > 0
+    why = "host memory does not hold all experts" if partial else ""
+    if asked and why:
+        fix = 'raise memory.host_gib, or compute on the CPU: worker.device = "cpu"'
+        raise BudgetError("with a GPU all experts have to be in host memory, and they do not fit", fix=fix)
+    if wanted == "cuda":
+        return "cuda", ""
+    absent = missing()
+    if absent and asked:
+        raise DeviceError(absent, where="memory.vram_gib", fix="set it to 0 to compute on the CPU")
+    if absent == NO_DRIVER:
+        return "cpu", ""
+    why = absent or why
+    return ("cpu", f"the CPU computes, not the GPU: {why}") if why else ("cuda", "")
 
 
 def fit_layout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 #: Rows of the largest step, which decides how many pages a sliding window spans.
 STEP_ROWS = 512
@@ -15,6 +16,7 @@ class Plan:
     `context` are the positions one request may have, `notes` what a reader of the log should know about the model.
     `slots` are there for `records`; fewer than these: they come and go (`partial`).
     `vocab` counts the ids that mean something; one token is at most `longest_token` bytes of text (0: not known).
+    `device`: what computes, "cpu" or "cuda".
     `expert_layers` have at most `experts` each. `arena` names the arena's contents and layout: an arena of this name
     may be used as it is.
     """
@@ -36,6 +38,7 @@ class Plan:
     records: int
     slots: int
     partial: bool
+    device: Literal["cpu", "cuda"]
     state_bytes: int
     need_bytes: int
     limit: str

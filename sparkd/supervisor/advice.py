@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from sparkd.ipc.internal import Placement, Tier
 from sparkd.ipc.messages import Message
 
+#: Whose each tier is: there is one at a time that does not hold everything.
+_OWNERS = {"host": "store", "device": "worker"}
+
 
 @dataclass(slots=True)
 class Advice:
-    """The last words of store and calibrator. Their receiver is told when they come, and again when it is new."""
+    """The last words of a tier's owner and of the calibrator.
+
+    Their receiver is told when they come, and again when it is new.
+    """
 
     tier: Tier | None = None
     placement: Placement | None = None
@@ -21,9 +27,10 @@ class Advice:
             self.tier = msg
             return "calibrator"
         self.placement = msg
-        return "store"
+        return _OWNERS.get(msg.tier, "store")
 
     def for_new(self, role: str) -> list[Message]:
         """What a process of this role that has just begun should know, in order."""
-        known = {"calibrator": (self.placement, self.tier), "store": (self.placement,)}.get(role, ())
-        return [msg for msg in known if msg is not None]
+        if role == "calibrator":
+            return [msg for msg in (self.placement, self.tier) if msg is not None]
+        return [] if self.placement is None or _OWNERS.get(self.placement.tier) != role else [self.placement]

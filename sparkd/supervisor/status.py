@@ -127,6 +127,7 @@ def document(
             "reading": store.get("reading", []),
         },
         "residency": _residency(plan, store),
+        "device": worker.get("device", {}),
         "requests": {
             "running": door.running,
             "queued": door.queued,

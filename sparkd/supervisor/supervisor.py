@@ -13,6 +13,7 @@ loop never waits for a child.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ import zmq
 
 from sparkd import log
 from sparkd.config import Settings
-from sparkd.errors import SparkError, UnavailableError
+from sparkd.errors import DeviceError, SparkError, UnavailableError
 from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.memory import Region
@@ -101,7 +102,7 @@ class Supervisor:
         self._door = FrontDoor(settings.limits, served, os.getpid())
         self._routing = _routing_ring(plan) if settings.calibration.enabled else None
         regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})
-        self._children = Children(lock.run_dir, settings.to_json(), plan.fingerprint, regions, lock.record)
+        self._children = Children(lock.run_dir, self._for_children(), plan.fingerprint, regions, lock.record)
         self._gateway = Gateway(settings.gateway, lock.client)
         self._rounds = status.Rounds()
         self._advice = Advice()
@@ -200,7 +201,7 @@ class Supervisor:
             self._settings = settings
             log.set_level(settings.log.level)
             self._door.set_limits(settings.limits)
-            self._children.settings = settings.to_json()
+            self._children.settings = self._for_children()
             for child in self._children.running:
                 if child.condition is not Condition.STARTING:
                     self._tell(child, internal.Reconfigure(self._children.settings))
@@ -212,6 +213,11 @@ class Supervisor:
             self._reloader.outcome["revived"] = revived
         if self._was_ready:
             self._notify.ready()
+
+    def _for_children(self) -> str:
+        """The settings with what the plan has chosen to compute on, which no child chooses anew."""
+        worker = dataclasses.replace(self._settings.worker, device=self._plan.device)
+        return dataclasses.replace(self._settings, worker=worker).to_json()
 
     # ---- children ----
 
@@ -245,6 +251,9 @@ class Supervisor:
                 msg.request == _FIRST_TOKEN
             ):
                 self._first_token(child, msg, now)
+            case internal.ChildFailed(code=DeviceError.code) if self._was_ready:
+                # The next worker may find the GPU again; it never goes on without one by itself.
+                child.verdict = f"has lost its GPU: {msg.message}"
             case internal.ChildFailed():
                 child.last_words = msg.message
                 if not self._was_ready:
@@ -261,7 +270,7 @@ class Supervisor:
 
     def _pass_on(self, msg: internal.Tier | internal.Placement) -> None:
         receiver = self._children.by_role.get(self._advice.take(msg))
-        # A store heeds a placement while it loads; a calibrator hears what it missed once it is ready.
+        # A store heeds a placement while it loads; others hear what they missed once they are ready.
         if receiver is not None and (receiver.role == "store" or receiver.condition is Condition.READY):
             self._tell(receiver, msg)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from sparkd.config import Settings
 from sparkd.errors import UnavailableError
-from sparkd.executors.native import NativeExecutor, StateMemory, product_paths
-from sparkd.gguf.formats import Format
+from sparkd.executors.device import Device
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
@@ -28,6 +28,7 @@ from sparkd.ipc.internal import (
     Decode,
     Done,
     Encode,
+    Placement,
     Ready,
     Reconfigure,
     Run,
@@ -38,18 +39,15 @@ from sparkd.ipc.memory import Region
 from sparkd.ipc.messages import Json, Message, Timings
 from sparkd.ipc.routing import Routed, RoutingRing
 from sparkd.ipc.sockets import Channel
-from sparkd.kernels import available
-from sparkd.log import details
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.planned import STEP_ROWS
+from sparkd.worker.backend import Backend, NativeBackend
 from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.engine import Engine, Routing
 from sparkd.worker.scheduler import Scheduler
 from sparkd.worker.sequences import Sequence
-from sparkd.worker.stager import StoreStager
 from sparkd.worker.state import PoolSize, StatePool
-from sparkd.worker.threads import count_threads
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +55,8 @@ _log = logging.getLogger(__name__)
 _WORKER = 0
 _IDLE_S = 5.0
 _POLL_S = 0.05
+#: The wait where something goes on beside steps.
+_SOON_S = 0.005
 #: Seconds without anything to do after which this worker makes itself ready for texts.
 _QUIET_S = 0.5
 
@@ -72,8 +72,7 @@ class Parts:
     pool: StatePool
     scheduler: Scheduler
     engine: Engine
-    threads: int
-    isa: str
+    backend: Backend
 
 
 class WorkerServer:
@@ -85,7 +84,6 @@ class WorkerServer:
         self._settings = Settings.from_json(given.settings)
         self._region = Region.map(given.arena_fd)
         self._store = Channel.dealer(child.context, given.run_dir.store, watched=True)
-        self._stager: StoreStager | None = None
         #: The way to the calibrator; None where there is none.
         self._ring = None if given.routing_fd == -1 else RoutingRing(Region.map(given.routing_fd))
         self._desk: Desk | None = None
@@ -105,12 +103,14 @@ class WorkerServer:
         if not self._wait_for_weights(arena):
             return
         self._parts = self._build(attached.model, arena, texts)
-        _log.info("computes: %s", _computing(self._parts))
+        _log.info("computes: %s", self._parts.backend.line())
         self._child.send(Ready(self._child.role, self._status()))
         self._serve(self._desk, self._parts)
 
     def close(self) -> None:
-        """End the text thread and the links."""
+        """End the threads and the links."""
+        if self._parts is not None:
+            self._parts.backend.close()
         if self._desk is not None:
             self._desk.close()
         self._store.close()
@@ -159,17 +159,10 @@ class WorkerServer:
         layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
         size = PoolSize.worst_case(layout, settings.limits.sequences, self._context(program), STEP_ROWS)
         pool = StatePool(layout, size, STEP_ROWS)
-        threads = count_threads(settings.cpu.threads)
-        isa = available()[0] if settings.cpu.isa == "auto" else settings.cpu.isa
-        memory = StateMemory.allocate(layout, size.pages, size.records)
-        if arena.layout.partial:
-            self._stager = StoreStager(arena, self._store, _WORKER, self._child.went_on)
-        executor = NativeExecutor(
-            program, arena, layout, memory, max_rows=STEP_ROWS, threads=threads, isa=isa, stager=self._stager
-        )
+        backend = self._open_backend(model, arena, layout, size)
         scheduler = Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000, arena.layout.partial)
         engine = Engine(
-            executor,
+            backend.executor,
             pool,
             scheduler,
             texts.tokenizer.end_of_generation_ids,
@@ -178,16 +171,28 @@ class WorkerServer:
             steps=arena.directory.step_counter(_WORKER),
             routed=self._report_routing,
         )
-        return Parts(model, arena, texts, size, pool, scheduler, engine, threads, isa)
+        return Parts(model, arena, texts, size, pool, scheduler, engine, backend)
+
+    def _open_backend(self, model: str, arena: Arena, layout: StateLayout, size: PoolSize) -> Backend:
+        settings, child = self._settings, self._child
+        if settings.worker.device == "cuda":
+            from sparkd.worker.device_backend import DeviceBackend
+
+            context = self._context(arena.program)
+            return DeviceBackend(open_device(), model, settings, arena, layout, size, context, child.wake)
+        return NativeBackend(settings, arena, layout, size, self._store, _WORKER, child.went_on)
 
     # ---- serving ----
 
     def _serve(self, desk: Desk, parts: Parts) -> None:
-        child, engine, patience = self._child, parts.engine, _QUIET_S
+        child, engine, backend, patience = self._child, parts.engine, parts.backend, _QUIET_S
+        soon = backend.advance()
         while child.running:
-            msgs = child.wait(0.0 if engine.busy else patience, desk.woken)
+            for tier in backend.tiers():
+                child.send(tier)
+            msgs = child.wait(0.0 if engine.busy else _SOON_S if soon else patience, desk.woken)
             results = desk.take()
-            if patience == _QUIET_S and not (engine.busy or msgs or results):
+            if patience == _QUIET_S and not (engine.busy or msgs or results or soon):
                 desk.put(Prepare())
                 patience = _IDLE_S
             for msg in msgs:
@@ -196,6 +201,7 @@ class WorkerServer:
                 self._take_result(result, engine)
             if engine.busy:
                 self._send(engine.step())
+            soon = backend.advance()
 
     def _take(self, msg: Message, desk: Desk, parts: Parts) -> None:
         match msg:
@@ -211,6 +217,8 @@ class WorkerServer:
                 self._child.send(Done(msg.request, "cancelled", None, "", 0, 0, 0, nothing))
             case Abort():
                 self._send(parts.engine.abort(msg.request))
+            case Placement():
+                parts.backend.place(msg)
             case Reconfigure():
                 parts.scheduler.max_step_s = Settings.from_json(msg.settings).scheduler.max_step_ms / 1000
             case StatusQuery():
@@ -236,10 +244,10 @@ class WorkerServer:
     def _report_routing(self, routing: Routing) -> None:
         """Hand a step's routing to the calibrator, or drop it whole and count that: decoding never waits for it.
 
-        Where records come and go, the store is told as well.
+        Whoever brings records is told as well.
         """
-        if self._stager is not None:
-            self._stager.used(routing.step, routing.decode, routing.ids)
+        assert self._parts is not None
+        self._parts.backend.used(routing)
         if self._ring is not None:
             _, rows, top_k = routing.ids.shape
             ids = np.ascontiguousarray(routing.ids, "<i2").tobytes()
@@ -264,25 +272,13 @@ class WorkerServer:
                 "steps": engine.counts.steps,
                 "chunk_rows": engine.chunk_rows,
             },
-            "executor": {
-                "kind": "native",
-                "isa": parts.isa,
-                "threads": parts.threads,
-                "max_rows": STEP_ROWS,
-                "kv_type": self._settings.kv.type,
-                "types": product_paths(_formats(parts.arena), parts.isa),
-            },
+            **parts.backend.status(),
         }
 
 
-def _computing(parts: Parts) -> str:
-    """The words of the log line that tells which kernels compute."""
-    return details(isa=parts.isa, threads=parts.threads, **product_paths(_formats(parts.arena), parts.isa))
+def open_device() -> Device:
+    """The GPU. DeviceError where there is none."""
+    from sparkd.executors.cuda_device import CudaDevice
 
-
-def _formats(arena: Arena) -> list[Format]:
-    """The types of all tensors that are computed with, by id."""
-    model = arena.model
-    used = [model.tensors[name].format for name in arena.layout.core]
-    used += [piece.format for records in arena.layout.layers for piece in records.pieces]
-    return sorted(set(used), key=lambda f: f.id)
+    # Its streams and events are its own kind, and nobody gives it others.
+    return cast(Device, CudaDevice())

@@ -12,7 +12,7 @@ from pairs import Pair, loaded
 from tiers import Churned
 
 MODELS = ["qwen35moe-tinyk-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m"]
-STEPS = 6
+STEPS = 4
 
 
 @pytest.mark.parametrize("name", MODELS)

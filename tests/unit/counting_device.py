@@ -13,12 +13,16 @@ from sparkd.planning.shape import Shape
 class CountingDevice:
     """Takes every call that building an executor makes; `bytes` were allocated, nothing is ever there."""
 
-    context = 0
-
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1 << 60, context: int = 0) -> None:
         self.bytes = 0
+        self.context = context
+        self._size = size
+
+    def memory(self) -> tuple[int, int]:
+        return self._size - self.context - self.bytes, self._size
 
     def allocate(self, size: int) -> int:
+        assert size <= self.memory()[0], "more than the card has"
         self.bytes += size
         return self.bytes + (1 << 20)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.residency.budget import GIB
-from sparkd.residency.device_budget import DeviceNeeds, Stack, divide, usable
+from sparkd.residency.device_budget import CARD_MARGIN, DeviceNeeds, Stack, allowance, divide, slab_sizes, usable
 
 MIB = 1 << 20
 stacks = st.lists(st.builds(Stack, st.integers(1, 64), st.integers(1, 4 * MIB)), max_size=6).map(tuple)
@@ -31,6 +31,39 @@ def test_no_expert_that_would_still_fit_is_left_cold(needs, limit, ring_slots, r
     cold = [s.record_bytes for s, hot in zip(needs.stacks, made.hot, strict=True) if hot < s.experts]
     if cold and not made.missing:
         assert made.slack < max(cold)
+
+
+@given(st.data(), st.integers(0, 512 * MIB), st.integers(0, 48), st.integers(1, 16))
+def test_the_slots_of_a_card_take_no_more_than_was_divided(data, limit, ring_slots, reserve_slots):
+    sizes = data.draw(st.lists(st.integers(1, 4 * MIB), min_size=1, max_size=3, unique=True))
+    slabs = list(range(len(sizes))) + data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=4))
+    layers = tuple(Stack(data.draw(st.integers(1, 64)), sizes[slab]) for slab in slabs)
+    made = divide(DeviceNeeds(0, MIB, 0, 0, 0, layers), limit, ring_slots, reserve_slots)
+    slots = slab_sizes(made, slabs)
+    for number, size in enumerate(slots):
+        records = sum(stack.experts for stack, slab in zip(layers, slabs, strict=True) if slab == number)
+        full = size.holds(records)
+        assert size.reserve == (0 if full else reserve_slots)
+        assert full or size.ordinary == sum(
+            hot + made.ring_slots for hot, slab in zip(made.hot, slabs, strict=True) if slab == number
+        )
+    if not made.missing:
+        assert sum(size.slots * record for size, record in zip(slots, sizes, strict=True)) <= limit - MIB
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "expected"),
+    [
+        (16 * GIB, 0, 16 * GIB - int(16 * GIB * CARD_MARGIN)),
+        (4 * GIB, 0, 4 * GIB - int(16 * GIB * CARD_MARGIN)),
+        (16 * GIB, 8 * GIB, 8 * GIB - MIB),
+        (4 * GIB, 8 * GIB, 4 * GIB - int(16 * GIB * CARD_MARGIN)),
+        (16 * GIB, MIB // 2, 0),
+        (0, 0, 0),
+    ],
+)
+def test_a_worker_may_use_what_is_free_but_a_margin_and_no_more_than_it_is_given(free, wanted, expected):
+    assert allowance(free, 16 * GIB, wanted, MIB)[0] == expected
 
 
 def _needs(experts: int = 256, record: int = 2 * MIB, layers: int = 4) -> DeviceNeeds:

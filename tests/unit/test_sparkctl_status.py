@@ -112,6 +112,32 @@ def test_a_tier_smaller_than_the_model_tells_what_it_has_room_for_and_what_was_m
     assert "room for" not in shown(document(), capsys)
 
 
+def test_a_card_is_shown_like_the_tier_of_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    slab = {"record_bytes": MIB, "slots": 6, "reserve": 2, "spare": 0, "hot": 1, "ring": 2, "moving": 1, "free": 2}
+    card = {
+        "limit_bytes": 80 * MIB, "used_bytes": 40 * MIB, "free_bytes": 9 * MIB, "total_bytes": 100 * MIB,
+        "given_back_bytes": 0, "records": 8, "slots": 4, "partial": True, "resident": 3, "in_place": 8,
+        "in_place_note": "", "layers": [{"records": 4, "resident": 3}, {"records": 4, "resident": 0}], "slabs": [slab],
+        "uses": {"decode": {"uses": 200, "misses": 50}}, "moved_bytes": 5 * MIB,
+        "placement": {"version": 2, "swaps_left": 7, "refused": ""},
+    }  # fmt: skip
+    executor = {"kind": "cuda", "max_rows": 512, "kv_type": "f16", "types": {}}
+    text = shown(document() | {"device": card, "executor": executor}, capsys)
+    assert row(text, "card").endswith("██████████░░░░░░░░░░ 40.0 MiB of 80.0 MiB, 9.0 MiB free")
+    assert "room for 4 of 8 experts" in row(text, "on the card  ")
+    assert "1 hot, 2 ring, 2 reserve, 0 spare" in text
+    assert "decode: 75.0% of 200 uses found their expert on the card" in text
+    assert "5.0 MiB copied to the card since the start" in text
+    assert "placement 2: 7 swaps are left" in text
+    assert "cuda, keys and values f16" in row(text, "computes")
+    assert "3 of 4" in row(text, "0  ") and "0 of 4" in row(text, "1  ")
+    assert "given back" not in text and "cannot be read" not in text
+    less = card | {"given_back_bytes": 3 * MIB, "in_place": 5, "in_place_note": "cannot be pinned"}
+    text = shown(document() | {"device": less}, capsys)
+    assert "3.0 MiB of slots given back, since others use the card" in text
+    assert "3 experts cannot be read in host memory, and are copied when used: cannot be pinned" in text
+
+
 def test_loading_is_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(document() | {"state": "loading"}, capsys)
     assert row(text, "loading  ").endswith("██████████░░░░░░░░░░ 10.0 MiB of 20.0 MiB")

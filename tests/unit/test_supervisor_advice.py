@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from sparkd.ipc.internal import Placement, Tier
 from sparkd.supervisor.advice import Advice
 
@@ -18,6 +20,15 @@ def test_each_is_for_the_other_and_for_its_successor():
     assert advice.for_new("store") == [PLACEMENT]
     assert advice.for_new("calibrator") == [PLACEMENT, TIER], "what is advised next has a later version"
     assert advice.for_new("worker") == []
+
+
+def test_a_placement_for_a_card_is_for_the_worker_that_has_it():
+    advice = Advice()
+    advice.take(dataclasses.replace(TIER, tier="device"))
+    placement = dataclasses.replace(PLACEMENT, tier="device")
+    assert advice.take(placement) == "worker"
+    assert advice.for_new("worker") == [placement]
+    assert advice.for_new("store") == []
 
 
 def test_the_last_placement_counts():

@@ -1,0 +1,220 @@
+"""A card computes: its memory divided, its executor, its tier of experts, and what others leave of it.
+
+The card is shared with programs that know nothing of this one. A margin of it stays free; where others come into that,
+blocks of slots are given back, and the calibrator advises what is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+from sparkd.config import Settings
+from sparkd.errors import BudgetError
+from sparkd.executors.base import Executor
+from sparkd.executors.cuda import CudaExecutor
+from sparkd.executors.device import Device
+from sparkd.executors.metered import Metered
+from sparkd.graph.state import StateLayout
+from sparkd.ipc import internal
+from sparkd.ipc.internal import Tier
+from sparkd.ipc.messages import Json
+from sparkd.log import details
+from sparkd.residency.budget import GIB
+from sparkd.residency.device_budget import (
+    CARD_MARGIN,
+    RESERVE_PARTS,
+    RING_SLOTS,
+    DeviceBudget,
+    DeviceNeeds,
+    Stack,
+    allowance,
+    divide,
+    slab_sizes,
+)
+from sparkd.residency.placement import Placement, PlacementError
+from sparkd.store.arena import Arena
+from sparkd.store.planned import STEP_ROWS
+from sparkd.worker.backend import computed_with
+from sparkd.worker.device_slots import DeviceSlots
+from sparkd.worker.device_tier import DeviceTier
+from sparkd.worker.engine import Routing
+from sparkd.worker.registration import Registration
+from sparkd.worker.state import PoolSize
+
+#: The name of this tier in placements.
+TIER = "device"
+#: Seconds between two looks at what others leave.
+_LOOK_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class DeviceBackend:
+    """Implements `sparkd.worker.backend.Backend` on a device. BudgetError where its memory is too small."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: str,
+        settings: Settings,
+        arena: Arena,
+        layout: StateLayout,
+        size: PoolSize,
+        context: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`model` is the name that stands in messages; `wake` is called, by any thread, when `advance` has work."""
+        self._model = model
+        self._kv_type = settings.kv.type
+        formats = computed_with(arena)
+        self._types = {format.name: format.arithmetic.value for format in formats if format.arithmetic is not None}
+        self._arena = arena
+        self._clock = clock
+        free, total = device.memory()
+        wanted = int(settings.memory.vram_gib * GIB)
+        limit, note = allowance(free, total, wanted, device.context)
+        if note:
+            _log.warning("%s", note)
+        self._margin = int(total * CARD_MARGIN)
+        self._device = Metered(device, limit)
+        executor = CudaExecutor(
+            self._device, arena.program, arena, layout, pages=size.pages, slots=size.records, context=context
+        )
+        self.executor: Executor = executor
+        self._budget = _divide(self._device, arena, size.bytes(layout))
+        slabs = [layer.slab for layer in arena.layout.layers]
+        records = [slab.record_bytes for slab in arena.layout.slabs]
+        self._slots = DeviceSlots(self._device, slab_sizes(self._budget, slabs), records)
+        self._registration = Registration(self._device, arena, wake)
+        self._tier = DeviceTier(self._device, executor, arena, self._slots, self._registration)
+        executor.serve_from(self._tier)
+        self._told: Tier | None = None
+        self._refused = ""
+        self._look_at = clock()
+        self._registration.start()
+
+    def used(self, routing: Routing) -> None:
+        """The tier heats and admits by it, in the next step."""
+        self._tier.used(routing.decode.astype(bool), routing.ids)
+
+    def advance(self) -> bool:
+        """Go on with copies while no step runs, and give back what others need."""
+        if self._clock() >= self._look_at:
+            self._look_at = self._clock() + _LOOK_S
+            self._heed_others()
+        return self._tier.advance()
+
+    def place(self, placement: internal.Placement) -> None:
+        """Take a placement as the goal of swaps; one that cannot be is refused, with a reason in log and status."""
+        self._refused = ""
+        try:
+            if placement.tier != TIER:
+                raise PlacementError(f"a placement for tier {placement.tier!r}, this is {TIER!r}"[:500])
+            self._tier.place(Placement(placement.version, placement.hot, placement.ring, placement.half_life))
+        except PlacementError as error:
+            self._refused = f"placement {placement.version}: {error}"
+            _log.warning("refused %s", self._refused)
+
+    def tiers(self) -> list[Tier]:
+        """The tier, unless every expert has a slot; again when it has shrunk."""
+        layout, sizes = self._arena.layout, self._tier.sizes()
+        tier = Tier(
+            model=self._model,
+            tier=TIER,
+            slabs=[layer.slab for layer in layout.layers],
+            experts=[layer.experts for layer in layout.layers],
+            record_bytes=[slab.record_bytes for slab in layout.slabs],
+            slots=[size.ordinary for size in sizes],
+            spare=[size.spare for size in sizes],
+        )
+        records = [slab.records for slab in layout.slabs]
+        whole = all(size.ordinary >= count for size, count in zip(sizes, records, strict=True))
+        if whole or tier == self._told:
+            return []
+        self._told = tier
+        return [tier]
+
+    def line(self) -> str:
+        """What is where, and the types that are computed with."""
+        budget = self._budget
+        return details(
+            device="cuda",
+            limit_bytes=self._device.limit,
+            residency=f"{budget.residency:.1%}",
+            ring_slots=budget.ring_slots,
+            **self._types,
+        )
+
+    def status(self) -> dict[str, Json]:
+        """The executor, and the device border in the terms of the host border."""
+        types: dict[str, Json] = {
+            format.name: f"{format.arithmetic.value}, cuda"
+            for format in computed_with(self._arena)
+            if format.arithmetic
+        }
+        executor: dict[str, Json] = {"kind": "cuda", "max_rows": STEP_ROWS, "kv_type": self._kv_type, "types": types}
+        return {"executor": executor, "device": self._border()}
+
+    def close(self) -> None:
+        """End the registration."""
+        self._registration.close()
+
+    def _border(self) -> dict[str, Json]:
+        tier, layout = self._tier, self._arena.layout
+        free, total = self._device.memory()
+        residents = tier.residents()
+        records = sum(layer.experts for layer in layout.layers)
+        slots = sum(size.ordinary for size in tier.sizes())
+        version, swaps_left = tier.placement()
+        return {
+            "limit_bytes": self._device.limit,
+            "used_bytes": self._device.used,
+            "free_bytes": free,
+            "total_bytes": total,
+            "given_back_bytes": tier.given_back,
+            "records": records,
+            "slots": slots,
+            "partial": slots < records,
+            "resident": sum(residents),
+            "in_place": tier.readable(),
+            "in_place_note": self._registration.refused,
+            "layers": [
+                {"records": layer.experts, "resident": resident, "experts": letters}
+                for layer, resident, letters in zip(layout.layers, residents, tier.letters(), strict=True)
+            ],
+            "slabs": [
+                {"record_bytes": slab.record_bytes, "spare": 0, **dataclasses.asdict(use)}
+                for slab, use in zip(layout.slabs, tier.slabs(), strict=True)
+            ],
+            "uses": {use.value: dataclasses.asdict(counts) for use, counts in tier.counts().items()},
+            "moved_bytes": tier.moved,
+            "placement": {"version": version, "swaps_left": swaps_left, "refused": self._refused},
+        }
+
+    def _heed_others(self) -> None:
+        """Give back slots where less than half of the margin is left."""
+        free, _ = self._device.memory()
+        short = self._margin // 2 - free - self._tier.returning
+        if short > 0 and (size := self._tier.shrink(short)):
+            _log.warning("others use the card: %d bytes are free, %d bytes of slots are given back", free, size)
+
+
+def _divide(device: Metered, arena: Arena, state: int) -> DeviceBudget:
+    """What is left of the device's limit, as slots. BudgetError when that is not even a reserve."""
+    layout = arena.layout
+    stacks = tuple(Stack(layer.experts, layout.slabs[layer.slab].record_bytes) for layer in layout.layers)
+    core = min(layout.core_bytes, device.used - state)
+    needs = DeviceNeeds(0, core, state, 0, device.used - state - core, stacks)
+    top_k = max((layer.top_k for layer in arena.program.expert_layers), default=0)
+    budget = divide(needs, device.limit, RING_SLOTS, RESERVE_PARTS * top_k)
+    if budget.missing:
+        raise BudgetError(
+            f"needs {budget.used / GIB:.2f} GiB of GPU memory before the first expert, {device.limit / GIB:.2f} GiB may"
+            " be used",
+            where="memory.vram_gib",
+            fix="lower limits.context or limits.sequences, or give it more",
+        )
+    return budget

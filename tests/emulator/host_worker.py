@@ -1,0 +1,51 @@
+"""A worker whose GPU is the host: kernels in the emulator, streams as late as the dice say.
+
+Its size in bytes, its seed, and a file that makes it fail once it is there come from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from host_device import HostDevice, HostStream
+
+from sparkd.errors import DeviceError
+from sparkd.executors.device import Launch
+from sparkd.worker import main, server
+
+
+class LosableDevice(HostDevice):
+    """Is lost, once, when the file LOST is there; others take as much of it as the file FOREIGN says."""
+
+    def launch(self, stream: HostStream, launch: Launch) -> None:
+        super().launch(stream, launch)
+        stream.push(self._lose)
+
+    def memory(self) -> tuple[int, int]:
+        foreign = _file("FOREIGN")
+        self.foreign = int(foreign.read_text()) if foreign.exists() else 0
+        return super().memory()
+
+    def _lose(self) -> None:
+        lost = _file("LOST")
+        if lost.exists():
+            lost.unlink()
+            raise DeviceError("the GPU refuses: cudaErrorDevicesUnavailable")
+
+
+def _file(name: str) -> Path:
+    return Path(os.environ["HOST_DEVICE_FOLDER"]) / name
+
+
+def open_device() -> HostDevice:
+    seed = int(os.environ["HOST_DEVICE_SEED"])
+    print(f"SPARKD_SEED={seed}", file=sys.stderr)
+    return LosableDevice(size=int(os.environ["HOST_DEVICE_SIZE"]), seed=seed, order="random")
+
+
+server.open_device = open_device
+
+if __name__ == "__main__":
+    sys.exit(main.main())

@@ -1,0 +1,107 @@
+"""A daemon whose worker computes on a device (the host, behind the seam): the tokens of one that has none."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon import PATIENCE_S, Daemon, daemon, running, until
+from host_device import HostDevice
+from pairs import loaded
+
+from sparkd.config import KvSettings, LimitSettings, Settings
+from sparkd.graph.state import StateLayout
+from sparkd.residency.device_budget import CARD_MARGIN, RESERVE_PARTS
+from sparkd.store.planned import STEP_ROWS
+from sparkd.worker.device_backend import DeviceBackend
+from sparkd.worker.state import PoolSize
+
+MIB = 1 << 20
+LIMITS = {"context": 128, "sequences": 2}
+PROMPTS = [[7, 3, 9, 200, 41], [5]]
+COUNT = 8
+_SCRIPT = """
+from sparkd.supervisor import children
+from sparkd.supervisor.main import main
+children._MODULES["worker"] = "host_worker"
+raise SystemExit(main())
+"""
+
+
+class DeviceDaemon(Daemon):
+    """A daemon whose worker has a device of `size` bytes."""
+
+    PROGRAM = ("-c", _SCRIPT)
+
+    def __init__(self, model: Path, run_dir: Path, size: int, seed: int, **settings: dict[str, Any]) -> None:
+        self.folder = run_dir.parent
+        self.ENVIRONMENT = {
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+            # Where compiled kernels lie.
+            "SPARKD_TEST_MODELS": os.environ.get("SPARKD_TEST_MODELS") or tempfile.gettempdir(),
+            "HOST_DEVICE_SIZE": str(size),
+            "HOST_DEVICE_SEED": str(seed),
+            "HOST_DEVICE_FOLDER": str(self.folder),
+        }
+        super().__init__(model, run_dir, limits=LIMITS, worker={"device": "cuda"}, **settings)
+
+
+def answers(one: Daemon) -> list[list[int]]:
+    with one.client() as client:
+        streams = [client.generate(tokens=prompt, max_tokens=COUNT, ignore_eos=True) for prompt in PROMPTS]
+        for stream in streams:
+            stream.read(PATIENCE_S)
+        return [stream.tokens for stream in streams]
+
+
+def card_for(path: Path, share: float) -> int:
+    """Bytes of a card on which about this share of the slots finds room beside what every token uses."""
+    settings = Settings(limits=LimitSettings(**LIMITS), kv=KvSettings("f32"))
+    with loaded(path) as arena:
+        layout = StateLayout.of(arena.program, 4)
+        size = PoolSize.worst_case(layout, LIMITS["sequences"], LIMITS["context"], STEP_ROWS)
+        made = DeviceBackend(
+            HostDevice(size=64 * MIB), "", settings, arena, layout, size, LIMITS["context"], lambda: None
+        )
+        made.close()
+        records = arena.layout.records_bytes
+        reserve = sum(
+            RESERVE_PARTS * arena.program.expert_layers[0].top_k * slab.record_bytes for slab in arena.layout.slabs
+        )
+        used = made.status()["device"]["used_bytes"] - records + reserve + share * records
+        return int(used / (1 - CARD_MARGIN)) + max(slab.record_bytes for slab in arena.layout.slabs)
+
+
+@pytest.mark.parametrize("name", ["laguna-tinyk-s1-q4_k_m", "qwen35moe-tinyk-s1-q4_k_m"])
+def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
+    name: str, model_path: Callable[[str], Path], tmp_path: Path, seed: int
+) -> None:
+    """Also while others take memory of the card, and slots are given back."""
+    path = model_path(name)
+    with daemon(path, tmp_path / "cpu", limits=LIMITS) as one:
+        wanted = answers(one)
+        assert one.status()["device"] == {}
+    size = card_for(path, 0.3)
+    with running(DeviceDaemon(path, tmp_path / "run", size, seed)) as one:
+        one.ready()
+        assert answers(one) == wanted
+        status = one.status()
+        border = status["device"]
+        assert status["executor"]["kind"] == "cuda"
+        assert border["used_bytes"] <= border["limit_bytes"] < size
+        assert 0 < border["slots"] < border["records"] == border["in_place"]
+        assert 0 < border["uses"]["decode"]["misses"] < border["uses"]["decode"]["uses"]
+        assert status["calibration"]["tier"]["name"] == "device"
+        (tmp_path / "FOREIGN").write_text(str(border["free_bytes"]))
+        until(lambda: one.status()["device"]["given_back_bytes"] > 0, one.said)
+        assert "others use the card" in one.said()
+        assert one.status()["device"]["slots"] < border["slots"]
+        (tmp_path / "LOST").touch()
+        assert answers(one) == wanted
+        worker = next(process for process in one.status()["processes"] if process["role"] == "worker")
+        assert worker["restarts"] == 1
+        assert "the worker has lost its GPU: the GPU refuses" in one.said()

@@ -1,0 +1,104 @@
+"""A worker's card divided: the true shapes of both models, from headers alone, on a card of 16 GiB that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from counting_device import CountingDevice
+from sparse_models import make_full
+
+from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings
+from sparkd.errors import BudgetError
+from sparkd.graph.state import StateLayout
+from sparkd.ipc.directory import Entry, State
+from sparkd.ipc.memory import Region
+from sparkd.residency.budget import GIB
+from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN
+from sparkd.store.arena import Arena
+from sparkd.store.layout import ArenaLayout
+from sparkd.store.plan import open_model
+from sparkd.store.planned import STEP_ROWS
+from sparkd.worker.device_backend import DeviceBackend
+from sparkd.worker.state import PoolSize
+
+CONTEXT = 8192
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("full")
+    made = {arch: make_full(arch, folder) for arch in ("laguna", "qwen35moe")}
+    return lambda arch: made[arch]
+
+
+@contextmanager
+def untouched(settings: Settings) -> Iterator[Arena]:
+    """An arena that says that all is there, though nothing ever was: its pages are never touched."""
+    model, program = open_model(settings)
+    layout = ArenaLayout.of(program, model)
+    with Region.create(layout.total_bytes) as region:
+        arena = Arena.create(region, model, program, layout)
+        slots = [0] * len(layout.slabs)
+        for number, layer in enumerate(layout.layers):
+            for expert in range(layer.experts):
+                arena.directory.publish(number, expert, Entry(State.RESIDENT, 1, slots[layer.slab]))
+                slots[layer.slab] += 1
+        yield arena
+
+
+@contextmanager
+def backend(device: CountingDevice, path: Path, vram_gib: float) -> Iterator[DeviceBackend]:
+    settings = Settings(
+        model=ModelSettings(str(path)),
+        memory=MemorySettings(vram_gib=vram_gib),
+        limits=LimitSettings(context=CONTEXT, sequences=1),
+    )
+    with untouched(settings) as arena:
+        layout = StateLayout.of(arena.program, 2)
+        size = PoolSize.worst_case(layout, 1, CONTEXT, STEP_ROWS)
+        made = DeviceBackend(device, "full", settings, arena, layout, size, CONTEXT, lambda: None)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("arch", "share", "gib"), [("laguna", 0.6, 14.6), ("qwen35moe", 0.5, 13.3)], ids=["laguna", "qwen35moe"]
+)
+def test_the_published_shares_fit_into_the_published_bytes_of_a_16_gib_card(
+    arch: str, share: float, gib: float, full: Callable[[str], Path]
+) -> None:
+    """Beside the driver's part: with it all is still well within what such a card has."""
+    device = CountingDevice(16 * GIB, CARD_CONTEXT)
+    with backend(device, full(arch), gib + CARD_CONTEXT / GIB) as made:
+        border = made.status()["device"]
+        [tier] = made.tiers()
+        layers, slots = len(tier.experts), sum(tier.slots)
+        print(f"{arch}: {device.bytes / GIB:.2f} GiB, {slots} of {sum(tier.experts)} experts in slots")
+        assert slots >= sum(tier.experts) * share + 32 * layers
+        assert device.bytes <= border["used_bytes"] <= border["limit_bytes"] == int(gib * GIB)
+        assert device.bytes + CARD_CONTEXT <= 16 * GIB * (1 - CARD_MARGIN)
+        assert made.tiers() == [], "told once"
+
+
+def test_without_a_limit_all_but_a_margin_is_used_and_never_more(full: Callable[[str], Path]) -> None:
+    for card in (8, 12, 16, 24):
+        device = CountingDevice(card * GIB, CARD_CONTEXT)
+        with backend(device, full("laguna"), 0) as made:
+            free, total = device.memory()
+            assert free >= int(total * CARD_MARGIN)
+            whole = card == 24
+            assert (made.tiers() == []) == whole
+            if not whole:
+                assert free - total * CARD_MARGIN < 3 << 20, "a slot more would fit"
+
+
+def test_a_card_that_is_too_small_is_refused_in_one_line(full: Callable[[str], Path]) -> None:
+    for gib in (1.0, 2.0):
+        with (
+            pytest.raises(BudgetError, match=r"^memory\.vram_gib: needs .* of GPU memory.*; lower limits\.context"),
+            backend(CountingDevice(16 * GIB, CARD_CONTEXT), full("laguna"), gib),
+        ):
+            pass
