@@ -49,8 +49,8 @@ class StepResult:
     """What a step gives.
 
     `logits` float32 [len(logits_rows), vocab]; `experts` int16 [expert layers, rows, top_k], best first; `waited` int32
-    [rows]: of all experts that a row went to, how many were not in memory when the step came to them; `waited_s`: the
-    seconds in which nothing could be computed for want of them.
+    [rows]: of all experts that a row went to, how many were not in memory (a GPU's own) when the step came to them;
+    `waited_s`: the seconds in which nothing could be computed for want of them.
     """
 
     logits: NDArray[np.float32]

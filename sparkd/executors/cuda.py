@@ -313,7 +313,7 @@ def _parts(batch: Batch, most: int) -> Iterator[_Part]:
     def part() -> _Part:
         inside = (wanted >= first) & (wanted < first + rows)
         tokens = batch.tokens[first : first + rows]
-        return _Part(Batch(tokens, tuple(segments), wanted[inside] - first), first, int(np.argmax(inside)))
+        return _Part(Batch(tokens, tuple(segments), wanted[inside] - first), first, int(np.searchsorted(wanted, first)))
 
     for segment in batch.segments:
         done = 0

@@ -140,15 +140,16 @@ class Pair:
         """Give its state back, to be used by others as it is."""
         self._pool.release(sequence.holding)
 
-    def step(self, *parts: tuple[Running, Sequence[int]]) -> StepResult:
-        """A step of both with logits of every row; asserts that all results are equal."""
+    def step(self, *parts: tuple[Running, Sequence[int]], logits: bool = True) -> StepResult:
+        """A step of both with logits of every row, or of none; asserts that all results are equal."""
         segments, tokens = [], []
         for sequence, ids in parts:
             self._pool.extend(sequence.holding, sequence.position + len(ids))
             holding = sequence.holding
             segments.append(Segment(sequence.position, len(ids), holding.tables, holding.record, RowKind.DECODE))
             tokens.extend(ids)
-        batch = Batch(np.array(tokens, np.int32), tuple(segments), np.arange(len(tokens), dtype=np.int32))
+        wanted = np.arange(len(tokens) if logits else 0, dtype=np.int32)
+        batch = Batch(np.array(tokens, np.int32), tuple(segments), wanted)
         native, cuda = self.native.step(batch), self.cuda.step(batch)
         np.testing.assert_array_equal(native.experts, cuda.experts)
         for value in self._keep:

@@ -31,7 +31,8 @@ def test_a_model_says_the_same_wherever_its_experts_are(
         pair.cuda.serve_from(churned.tier)
         vocab = arena.program.vocab
         first, second = pair.start(), pair.start()
-        result = pair.step((first, rng.integers(0, vocab, 4).tolist()))
+        pair.step((first, rng.integers(0, vocab, 10).tolist()), logits=False)
+        result = pair.step((first, rng.integers(0, vocab, 3).tolist()))
         token = int(result.logits[-1].argmax())
         result = pair.step((first, [token]), (second, rng.integers(0, vocab, 9).tolist()))
         for number in range(STEPS):

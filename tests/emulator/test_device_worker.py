@@ -103,5 +103,5 @@ def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
         (tmp_path / "LOST").touch()
         assert answers(one) == wanted
         worker = next(process for process in one.status()["processes"] if process["role"] == "worker")
-        assert worker["restarts"] == 1
+        assert worker["restarts"] == 1, one.said()
         assert "the worker has lost its GPU: the GPU refuses" in one.said()
