@@ -7,17 +7,17 @@ alone by the kernels.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparkd.errors import UnsupportedError
 from sparkd.executors.cuda_groups import Group, Heads, Linears, Mixture, Shared, Single, groups_of
+from sparkd.executors.cuda_memory import CACHE, LAYER, TASK, DeviceMemory, Forms
 from sparkd.executors.device import Argument, Device, Grid, Launch, Stream
 from sparkd.executors.weights import Weights
-from sparkd.gguf.formats import Arithmetic, Format
+from sparkd.gguf.formats import Arithmetic
 from sparkd.graph import ops
 from sparkd.graph.plan import plan as plan_values
 from sparkd.graph.program import ExpertLayer, Program
@@ -31,27 +31,6 @@ _MAX_EXPERTS = 1024
 _MAX_HEAD_DIM = 256
 _PAIRS = MAX_ROWS * _MAX_TOP_K
 _GROUPS_BYTES = 4 * (1 + _PAIRS + (_PAIRS + 1) + _PAIRS)
-#: `Matrix`, `Task`, `Cache`, `Piece`, `Quantised`, `SharedExpert` and `Layer` in the kernels.
-_MATRIX = np.dtype(
-    [("address", "<u8"), ("type", "<i4"), ("rows", "<i4"), ("columns", "<i4"), ("row_bytes", "<i4")]
-)  # fmt: skip
-_TASK = np.dtype(
-    [("weight", _MATRIX), ("out", "<u8"), ("residual", "<u8"), ("out_width", "<i4"), ("first_block", "<i4")]
-)  # fmt: skip
-_CACHE = np.dtype(
-    [("pages", "<u8"), ("table", "<u8"), ("page_bytes", "<i8"), ("k_offset", "<i8"), ("v_offset", "<i8"),
-     ("table_width", "<i4"), ("kv_heads", "<i4"), ("head_dim", "<i4"), ("half", "<i4")]
-)  # fmt: skip
-_PIECE = np.dtype([("offset", "<i8"), ("type", "<i4"), ("rows", "<i4"), ("columns", "<i4"), ("row_bytes", "<i4")])
-_SHARED = np.dtype(
-    [("gate", _MATRIX), ("up", _MATRIX), ("down", _MATRIX), ("scalar", _MATRIX), ("inner", "<u8"),
-     ("forms", "<u8", 4), ("out", "<u8"), ("factor", "<u8")]
-)  # fmt: skip
-_LAYER = np.dtype(
-    [("gate", _PIECE), ("up", _PIECE), ("down", _PIECE), ("inner", "<u8"), ("forms", "<u8", 4), ("ranked", "<u8"),
-     ("counters", "<u8"), ("shared", _SHARED)]
-)  # fmt: skip
-
 _Make = Callable[[int], Launch]
 
 
@@ -73,22 +52,6 @@ class Choice:
     address: int
     weights: int
     top_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forms:
-    """A value as kernels multiply it: floats, and quantised with one factor per 256 or 32 elements; 0: not made."""
-
-    x: int
-    q256: int = 0
-    a256: int = 0
-    q32: int = 0
-    a32: int = 0
-
-    @property
-    def arguments(self) -> tuple[int, ...]:
-        """In the order in which kernels take them."""
-        return self.x, self.q256, self.a256, self.q32, self.a32
 
 
 def i32(value: int) -> np.int32:
@@ -131,7 +94,7 @@ class Lowering:
         values = plan_values(program, keep, [group.members for group in groups])
         self._arena = device.allocate(values.width * MAX_ROWS * 4)
         self._offsets = values.offsets
-        self._tensors = self._upload_tensors()
+        self._memory = DeviceMemory(device, stream, program, weights)
         self._forms: dict[ops.Value, Forms] = {}
         self._tables: dict[ops.RopeTable, tuple[int, int]] = {}
         self._chosen: dict[ops.Routing, Choice] = {}
@@ -144,7 +107,6 @@ class Lowering:
         self.logits = device.allocate(MAX_ROWS * program.vocab * 4)
         self._caches = self._upload_caches()
         self._groups = device.allocate(_GROUPS_BYTES)
-        self._scratch = _Scratch(device)
         self._begin()
         for group in groups:
             self._lower(group)
@@ -159,75 +121,27 @@ class Lowering:
 
     # ---- memory ----
 
-    def _put(self, data: np.ndarray) -> int:
-        address = self._device.allocate(max(1, data.nbytes))
-        self._device.upload(self._stream, address, np.ascontiguousarray(data).view(np.uint8).reshape(-1))
-        return address
-
-    def _upload_tensors(self) -> dict[str, tuple[int, Format]]:
-        """Core tensors, byte for byte."""
-        sizes: dict[str, int] = {}
-        for weight in _core_weights(self._program):
-            row_bytes = self._weights.tensor(weight.tensor).format.row_bytes(weight.columns)
-            sizes[weight.tensor] = max(sizes.get(weight.tensor, 0), (weight.first_row + weight.rows) * row_bytes)
-        placed = {}
-        for name, size in sizes.items():
-            stored = self._weights.tensor(name)
-            host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(stored.address))
-            address = self._device.allocate(size)
-            self._device.upload(self._stream, address, host)
-            placed[name] = (address, stored.format)
-        return placed
-
     def _upload_caches(self) -> int:
-        rows = np.zeros(max(1, len(self._layout.caches)), _CACHE)
+        rows = np.zeros(max(1, len(self._layout.caches)), CACHE)
         for row, place, cache in zip(rows, self._layout.caches, self._program.caches, strict=False):
             group = self._layout.groups[place.group]
             row["pages"], row["table"] = self._state.pages[place.group], self._state.tables[place.group]
             row["page_bytes"], row["k_offset"], row["v_offset"] = group.page_bytes, place.k_offset, place.v_offset
             row["table_width"], row["kv_heads"] = self._state.table_width, cache.kv_heads
             row["head_dim"], row["half"] = cache.head_dim, self._layout.kv_bytes == 2
-        return self._put(rows)
-
-    def _weight(self, weight: ops.Weight) -> tuple[int, Format, int]:
-        """Address of the first row, type, bytes of a row."""
-        address, format = self._tensors[weight.tensor]
-        row_bytes = format.row_bytes(weight.columns)
-        return address + weight.first_row * row_bytes, format, row_bytes
-
-    def _matrix(self, weight: ops.Weight) -> tuple[int, int, int, int, int]:
-        """A weight as `_MATRIX`."""
-        address, format, row_bytes = self._weight(weight)
-        return address, format.id, weight.rows, weight.columns, row_bytes
-
-    def _vector(self, weight: ops.Weight) -> int:
-        address, format, _ = self._weight(weight)
-        if format.name != "F32":
-            raise UnsupportedError(f"{weight.tensor} is {format.name}; a vector of weights must be F32")
-        return address
+        return self._memory.put(rows)
 
     def _table(self, table: ops.RopeTable) -> tuple[int, int]:
         """Cosines and sines of the step's rows; made once per step."""
         if table not in self._tables:
             pairs = len(table.inv_freq)
             cosine, sine = (self._device.allocate(MAX_ROWS * pairs * 4) for _ in range(2))
-            frequencies = self._put(np.array(table.inv_freq, "<f8"))
+            frequencies = self._memory.put(np.array(table.inv_freq, "<f8"))
             magnitude = np.float64(table.magnitude)
             grid = -(-pairs // 32)
             self._emit("angles", (grid, 1, 1), 32, frequencies, i32(pairs), magnitude, cosine, sine, first=True)
             self._tables[table] = cosine, sine
         return self._tables[table]
-
-    def _make_forms(self, value: ops.Value, address: int, rows: int, needs: set[Arithmetic]) -> Forms:
-        """Memory for the forms of a value of `rows` rows."""
-        forms = Forms(address)
-        if Arithmetic.INT256 in needs:
-            q, a = self._device.allocate(rows * value.width), self._device.allocate(rows * value.width // 256 * 4)
-            forms = replace(forms, q256=q, a256=a)
-        if Arithmetic.INT32 in needs:
-            q, a = self._device.allocate(rows * value.width), self._device.allocate(rows * value.width // 32 * 4)
-            forms = replace(forms, q32=q, a32=a)
-        return forms
 
     # ---- launches ----
 
@@ -272,7 +186,7 @@ class Lowering:
         for op in self._program.ops:
             match op:
                 case ops.Linear() | ops.Route() | ops.Logits() if op.x == value:
-                    needs.add(self._tensors[op.weight.tensor][1].arithmetic)
+                    needs.add(self._memory.tensors[op.weight.tensor][1].arithmetic)
                 case ops.Experts() if op.x == value:
                     needs.update(piece.format.arithmetic for piece in self._weights.pieces(op.layer)[:2])
         if None in needs:
@@ -281,7 +195,7 @@ class Lowering:
 
     def _new_forms(self, value: ops.Value) -> Forms:
         """Memory for the forms that readers of a value need, for the kernel that writes it."""
-        forms = self._make_forms(value, self.address(value), MAX_ROWS, self._needs(value))
+        forms = self._memory.make_forms(value, self.address(value), MAX_ROWS, self._needs(value))
         self._forms[value] = forms
         return forms
 
@@ -312,7 +226,7 @@ class Lowering:
         at = self.address
         match op:
             case ops.Embed():
-                address, format, row_bytes = self._weight(op.weight)
+                address, format, row_bytes = self._memory.weight(op.weight)
                 self._emit(
                     "embed", spans_of(op.out), 256, address, i32(format.id), i32(op.out.width), i32(row_bytes),
                     at(op.out),
@@ -320,12 +234,12 @@ class Lowering:
             case ops.RmsNorm():
                 forms = self._new_forms(op.out)
                 self._emit(
-                    "rms_norm", (1, 1, 1), 256, at(op.x), self._vector(op.weight), at(op.out),
+                    "rms_norm", (1, 1, 1), 256, at(op.x), self._memory.vector(op.weight), at(op.out),
                     i32(op.out.width), np.float32(op.eps), *forms.arguments[1:], axis=0,
                 )  # fmt: skip
             case ops.QkNorm():
                 self._emit(
-                    "qk_norm", (op.heads, 1, 1), 32, at(op.x), self._vector(op.weight),
+                    "qk_norm", (op.heads, 1, 1), 32, at(op.x), self._memory.vector(op.weight),
                     at(op.out), i32(op.x.width), i32(op.heads), i32(op.head_dim), np.float32(op.eps), i32(op.stride),
                     i32(op.offset),
                 )  # fmt: skip
@@ -350,14 +264,14 @@ class Lowering:
                 )  # fmt: skip
             case ops.CausalConv():
                 self._emit(
-                    "causal_conv", spans_of(op.out), 256, at(op.x), self._vector(op.weight), at(op.out),
+                    "causal_conv", spans_of(op.out), 256, at(op.x), self._memory.vector(op.weight), at(op.out),
                     i32(op.out.width), i32(op.taps), *self._record(self._layout.conv_offsets[op.state]),
                 )  # fmt: skip
             case ops.GatedDelta():
                 self._emit(
                     "gated_delta", (op.v_heads, 1, 1), 256, at(op.qkv), at(op.alpha),
-                    at(op.beta), self._vector(op.a), self._vector(op.dt_bias), at(op.out), i32(op.k_heads),
-                    i32(op.v_heads), i32(op.head_dim), np.float32(op.eps),
+                    at(op.beta), self._memory.vector(op.a), self._memory.vector(op.dt_bias), at(op.out),
+                    i32(op.k_heads), i32(op.v_heads), i32(op.head_dim), np.float32(op.eps),
                     *self._record(self._layout.delta_offsets[op.state]), shared=2 * op.head_dim * 4,
                 )  # fmt: skip
             case ops.GatedRmsNorm():
@@ -366,7 +280,7 @@ class Lowering:
                 heads = together or 1
                 self._emit(
                     "gated_rms_norm", (op.heads // heads, 1, 1), 32 * heads, at(op.x), at(op.gate),
-                    self._vector(op.weight), at(op.out), i32(op.heads), i32(op.head_dim), np.float32(op.eps),
+                    self._memory.vector(op.weight), at(op.out), i32(op.heads), i32(op.head_dim), np.float32(op.eps),
                     *forms.arguments[1:],
                 )  # fmt: skip
             case ops.Route():
@@ -378,7 +292,7 @@ class Lowering:
             case ops.Add():
                 self._emit("add", spans_of(op.out), 256, at(op.x), at(op.y), at(op.out), i32(op.out.width))
             case ops.Logits():
-                address, format, row_bytes = self._weight(op.weight)
+                address, format, row_bytes = self._memory.weight(op.weight)
                 grid = blocks(op.weight.rows, op.weight.columns)
                 self._emit(
                     "logits", (grid, 1, 1), 32 * _WARPS, address, i32(format.id), i32(op.weight.rows),
@@ -391,17 +305,17 @@ class Lowering:
 
     def _linears(self, group: Linears) -> None:
         forms = self._inputs(group.maps[0].x)
-        tasks = np.zeros(len(group.maps), _TASK)
+        tasks = np.zeros(len(group.maps), TASK)
         grid = 0
         for number, op in enumerate(group.maps):
             add = group.adds.get(number)
             out, residual = op.out, 0
             if add is not None:
                 out, residual = add.out, self.address(add.y if add.x == op.out else add.x)
-            tasks[number] = (self._matrix(op.weight), self.address(out), residual, out.width, grid)
+            tasks[number] = (self._memory.matrix(op.weight), self.address(out), residual, out.width, grid)
             grid += blocks(op.weight.rows, op.weight.columns)
         self._emit(
-            "linear", (grid, 1, 1), 32 * _WARPS, self._put(tasks), i32(len(tasks)), *forms.arguments,
+            "linear", (grid, 1, 1), 32 * _WARPS, self._memory.put(tasks), i32(len(tasks)), *forms.arguments,
             sized=True, axis=None,
         )  # fmt: skip
 
@@ -411,8 +325,8 @@ class Lowering:
         cosine, sine = self._table(group.q_rope.table)
         self._emit(
             "prepare_heads", (op.heads + 2 * op.kv_heads, 1, 1), 32, at(q.x), at(k.x), at(op.v),
-            self._vector(q.weight), self._vector(k.weight), at(op.q), self._caches, i32(op.cache), i32(op.heads),
-            i32(q.x.width), i32(q.stride), i32(q.offset), i32(k.x.width), i32(k.stride), i32(k.offset),
+            self._memory.vector(q.weight), self._memory.vector(k.weight), at(op.q), self._caches, i32(op.cache),
+            i32(op.heads), i32(q.x.width), i32(q.stride), i32(q.offset), i32(k.x.width), i32(k.stride), i32(k.offset),
             np.float32(q.eps), i32(len(group.q_rope.table.inv_freq)), cosine, sine, shared=4 * op.head_dim,
         )  # fmt: skip
         partials, pages = self._attend(op)
@@ -432,7 +346,7 @@ class Lowering:
         if op.window:
             pages = min(pages, -(-(op.window - 1) // PAGE) + 1)
         group = op.heads // op.kv_heads
-        partials = self._scratch.floats(MAX_ROWS * op.heads * pages * (op.head_dim + 2))
+        partials = self._memory.scratch.floats(MAX_ROWS * op.heads * pages * (op.head_dim + 2))
         words = op.head_dim * self._layout.kv_bytes // 4
         self._emit(
             "attend_pages", (op.kv_heads, pages, 1), 32 * group, self.address(op.q), self._caches, i32(op.cache),
@@ -448,11 +362,11 @@ class Lowering:
         choice = Choice(ids, self._device.allocate(MAX_ROWS * top_k * 4), top_k)
         self._chosen[op.out] = choice
         self.choices.append(choice)
-        address, *numbers = self._matrix(op.weight)
-        bias = 0 if op.bias is None else self._vector(op.bias)
+        address, *numbers = self._memory.matrix(op.weight)
+        bias = 0 if op.bias is None else self._memory.vector(op.bias)
         self._emit(
             "route", (blocks(op.experts, op.weight.columns), 1, 1), 32 * _WARPS, address, *map(i32, numbers),
-            *self._inputs(op.x).arguments, logits, self._zeros(4), bias, i32(top_k),
+            *self._inputs(op.x).arguments, logits, self._memory.zeros(4), bias, i32(top_k),
             i32(op.function is ops.Router.SIGMOID), np.float32(op.scale), choice.address, choice.weights, self._groups,
             shared=_WARPS * 2 * op.experts * 4, axis=None, sized=True,
         )  # fmt: skip
@@ -462,26 +376,26 @@ class Lowering:
         layer = self._program.expert_layers[op.layer]
         choice, table = self._chosen[op.routing], self.record_tables[op.layer]
         top_k = choice.top_k
-        row = np.zeros(1, _LAYER)
+        row = np.zeros(1, LAYER)
         pieces = zip(("gate", "up", "down"), self._weights.pieces(op.layer), _matrices(layer), strict=True)
         for name, piece, weight in pieces:
             row_bytes = piece.format.row_bytes(weight.columns)
             row[name] = (piece.offset, piece.format.id, weight.rows, weight.columns, row_bytes)
         down = self._weights.pieces(op.layer)[2].format
-        inner = self._inner(layer.gate.rows, _pairs(top_k), down)
+        inner = self._memory.inner(layer.gate.rows, _pairs(top_k), down)
         row["inner"], row["forms"] = inner.x, inner.arguments[1:]
-        row["ranked"] = ranked = self._scratch.floats(_pairs(top_k) * op.out.width)
+        row["ranked"] = ranked = self._memory.scratch.floats(_pairs(top_k) * op.out.width)
         spans = -(-layer.gate.rows // 256)
         shared = None if mixture is None else mixture.shared
         shared_spans = 0 if shared is None else -(-shared.gate.out.width // 256)
-        row["counters"] = self._zeros(4 * (_PAIRS * spans + shared_spans))
+        row["counters"] = self._memory.zeros(4 * (_PAIRS * spans + shared_spans))
         gate_blocks = blocks(layer.gate.rows, layer.gate.columns)
         down_blocks = blocks(layer.down.rows, layer.down.columns)
         if shared is not None:
             self._shared_expert(row["shared"], shared)
             gate_blocks = max(gate_blocks, blocks(shared.gate.weight.rows, shared.gate.weight.columns))
             down_blocks = max(down_blocks, blocks(shared.down.weight.rows, shared.down.weight.columns))
-        address = self._put(row)
+        address = self._memory.put(row)
         self._emit(
             "gate_up", (gate_blocks, top_k, 1), 32 * _WARPS, self._groups, table, address, i32(top_k),
             *self._inputs(op.x).arguments, more=2, sized=True,
@@ -501,59 +415,24 @@ class Lowering:
         self._emit(
             "mixture_sum", (1, 1, 1), 256, ranked, choice.weights, i32(top_k), i32(op.out.width),
             int(row["shared"]["out"][0]), factor, i32(softly), self.address(residual), self.address(last.out),
-            self._vector(norm.weight), np.float32(norm.eps), self.address(norm.out),
+            self._memory.vector(norm.weight), np.float32(norm.eps), self.address(norm.out),
             *self._new_forms(norm.out).arguments[1:], axis=0,
         )  # fmt: skip
 
     def _shared_expert(self, row: np.ndarray, shared: Shared) -> None:
-        """Fill `_SHARED`."""
+        """Fill `SHARED`."""
         width = shared.gate.out.width
         for name, op in (("gate", shared.gate), ("up", shared.up), ("down", shared.down), ("scalar", shared.scalar)):
             if op is not None:
-                row[name] = self._matrix(op.weight)
-        inner = self._inner(width, MAX_ROWS, self._tensors[shared.down.weight.tensor][1])
+                row[name] = self._memory.matrix(op.weight)
+        inner = self._memory.inner(width, MAX_ROWS, self._memory.tensors[shared.down.weight.tensor][1])
         row["inner"], row["forms"] = inner.x, inner.arguments[1:]
         row["out"] = self._device.allocate(MAX_ROWS * shared.down.out.width * 4)
         row["factor"] = self._device.allocate(MAX_ROWS * 4)
 
-    def _inner(self, width: int, rows: int, down: Format) -> Forms:
-        """Memory for inner rows of experts in the forms that `down` is multiplied with."""
-        assert down.arithmetic is not None
-        return self._make_forms(
-            ops.Value("inner", width), self._device.allocate(rows * width * 4), rows, {down.arithmetic}
-        )
-
-    def _zeros(self, size: int) -> int:
-        address = self._device.allocate(size)
-        self._device.zero(self._stream, address, size)
-        return address
-
-
-class _Scratch:
-    """Memory that launches use one after another: as large as the largest that was asked for."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._address = 0
-        self._size = 0
-
-    def floats(self, count: int) -> int:
-        """The address of `count` floats, or more."""
-        if 4 * count > self._size:
-            self._address, self._size = self._device.allocate(4 * count), 4 * count
-        return self._address
-
 
 def _pairs(top_k: int) -> int:
     return MAX_ROWS * top_k
-
-
-def _core_weights(program: Program) -> Iterator[ops.Weight]:
-    for op in program.ops:
-        for name in ("weight", "bias", "a", "dt_bias"):
-            weight = getattr(op, name, None)
-            if isinstance(weight, ops.Weight):
-                yield weight
 
 
 def _matrices(layer: ExpertLayer) -> tuple[ops.Weight, ops.Weight, ops.Weight]:
