@@ -11,7 +11,7 @@ from typing import Any
 from spark_client import AsyncStream, Choice, Chunk, Finished, Part, Progress
 
 #: Seconds without output after which a client is told that its request still lives.
-ALIVE_S = 10.0
+ALIVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
