@@ -126,6 +126,7 @@ MEANINGS: dict[type[Any], dict[str, str]] = {
         "timings": "where the time went",
         "hit_rate": "share of the experts that output tokens went to which were in memory, 0 to 1; nil: none was read",
         "resumed": "how often a worker was lost under it and the request went on with another",
+        "reasoning_tokens": "those of the output tokens that belong to its thought; 0 unless `parts` was asked for",
     },
     m.Failed: {
         "tag": "of the call that failed; nil when it has none, or when that cannot be told",

@@ -191,7 +191,8 @@ class Finished:
     """The end of a request: `reason` is stop (end token or stop string), length, or cancelled.
 
     `hit_rate`: share of the experts its output tokens went to that were there without a wait (None: none were read);
-    `resumed`: how often a worker that ended was replaced under it.
+    `resumed`: how often a worker that ended was replaced under it; `reasoning_tokens`: those of the output tokens that
+    belong to its thought, where its parts were asked for.
     """
 
     request: int
@@ -203,6 +204,7 @@ class Finished:
     timings: Timings
     hit_rate: float | None = None
     resumed: int = 0
+    reasoning_tokens: int = 0
 
 
 @message("failed")

@@ -27,10 +27,11 @@ def checked(answer: m.Message | SparkClientError, kind: type[_T], path: Path) ->
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request."""
+    """Tokens of a request; `reasoning_tokens` are those of the output that belong to the thought."""
 
     prompt_tokens: int
     output_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class Output:
         elif isinstance(msg, m.Finished):
             self.finish_reason = msg.reason
             self.stop_string = msg.stop
-            self.usage = Usage(msg.prompt_tokens, msg.output_tokens)
+            self.usage = Usage(msg.prompt_tokens, msg.output_tokens, msg.reasoning_tokens)
             self.timings = msg.timings
             self.seed = msg.seed
             self.hit_rate = msg.hit_rate

@@ -136,6 +136,12 @@ class Answer:
         usage = self.stream.usage
         return len(self.stream.tokens) if usage is None else max(usage.output_tokens, len(self.stream.tokens))
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them that belong to the thought, once the answer is over."""
+        usage = self.stream.usage
+        return 0 if usage is None else usage.reasoning_tokens
+
 
 def new_id(prefix: str) -> str:
     """An id that is nowhere else."""

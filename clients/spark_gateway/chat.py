@@ -131,7 +131,12 @@ def biases(given: Mapping[str, float]) -> dict[int, float]:
 def usage(answer: Answer) -> dict[str, Any]:
     """Token counts."""
     prompt, output = answer.prompt_tokens, answer.output_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "completion_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+    }
 
 
 async def whole(body: ChatBody, answer: Answer, daemon: Daemon, client: AsyncClient) -> dict[str, Any]:

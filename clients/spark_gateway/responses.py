@@ -165,7 +165,7 @@ class _Response:
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": made,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
                 "total_tokens": prompt + made,
             }
         reasoning = body.reasoning

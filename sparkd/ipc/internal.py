@@ -114,6 +114,7 @@ class Produced:
     text: str
     choice: Choice | None = None
     parts: list[Part] = field(default_factory=list)
+    thought: bool = False
 
 
 @message("done")

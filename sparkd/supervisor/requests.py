@@ -63,6 +63,7 @@ class Request:
     choices: list[m.Choice] = field(default_factory=list)
     parts: list[m.Part] = field(default_factory=list)
     delivered: int = 0
+    thought: int = 0
     stalled: float | None = None
     end: Message | None = None
 
@@ -104,6 +105,7 @@ class Request:
         if msg.index != len(self.entry.produced):
             raise RuntimeError(f"request {self.number}: output {msg.index}, due was {len(self.entry.produced)}")
         self.entry.produced.append(msg.token)
+        self.thought += msg.thought
         self.first_token = now if self.first_token is None else self.first_token
         self.tokens.append(msg.token)
         self.text.append(msg.text)
@@ -146,13 +148,21 @@ class Request:
             timings=self.timings(now),
             hit_rate=msg.hit_rate,
             resumed=self.resumed,
+            reasoning_tokens=self.thought,
         )
 
     def cancelled(self, now: float) -> m.Finished:
         """The app cancelled it: what it hears at once; output that waits for credit is not sent any more."""
         entry = self.entry
         prompt, seed = entry.prompt_tokens, entry.seed or 0
-        timings = self.timings(now)
         return m.Finished(
-            self.number, "cancelled", None, prompt, self.delivered, seed, timings, resumed=self.resumed
-        )  # fmt: skip
+            request=self.number,
+            reason="cancelled",
+            stop=None,
+            prompt_tokens=prompt,
+            output_tokens=self.delivered,
+            seed=seed,
+            timings=self.timings(now),
+            resumed=self.resumed,
+            reasoning_tokens=min(self.thought, self.delivered),
+        )

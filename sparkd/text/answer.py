@@ -74,6 +74,11 @@ class AnswerParser:
         return self._read(over=True)
 
     @property
+    def thinking(self) -> bool:
+        """Whether a thought is open."""
+        return self._state in (self._before_thought, self._thought)
+
+    @property
     def _in_call(self) -> bool:
         """Whether what is held belongs to a call."""
         if self._state in (self._call, self._first, self._value):

@@ -259,9 +259,12 @@ class Engine:
         self.counts.output_tokens += 1
         text, stopped = sequence.stops.push(sequence.detokenizer.push(token))
         parts: list[Part] = []
+        thought = False
         if sequence.answer is not None:
+            # The tag that ends a thought is its last token.
+            thought = sequence.answer.thinking
             parts, text = sequence.answer.push(text), ""
-        events: list[Message] = [Produced(sequence.request, index, token, text, chosen, parts)]
+        events: list[Message] = [Produced(sequence.request, index, token, text, chosen, parts, thought)]
         if stopped is not None:
             events.append(self._end(sequence, "stop", ""))
         elif sequence.outputs == sequence.max_tokens:

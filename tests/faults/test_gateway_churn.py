@@ -19,8 +19,8 @@ from footprint import footprint, growth, is_idle, same_handles
 from sparkd.demo.main import MODEL as DEMO
 
 CLIENTS = 200
-#: Seconds without a byte after which a client counts as hung: a stream that waits says every five that it lives, what is
-#: answered whole waits no longer than a full queue takes.
+#: Seconds without a byte after which a client counts as hung: a stream that waits says every five that it lives, and
+#: what is answered whole waits no longer than a full queue takes.
 HANG_S = 10.0
 #: Bytes by which a process may grow: heaps keep what they once needed.
 SLACK_BYTES = 24 << 20

@@ -134,23 +134,25 @@ class FakeDaemon:
         if ask.logprobs is not None:
             best = [m.Logprob(token, -0.5) for token in range(97, 97 + ask.logprobs)]
             chunks = [dataclasses.replace(chunk, choices=[m.Choice(-0.25, best)]) for chunk in chunks]
+        thought = 0
         if ask.parts:
-            chunks = _in_parts(ask, chunks)
+            chunks, thought = _in_parts(ask, chunks)
         reason = self.end if ask.max_tokens >= len(chunks) else "length"
-        end: m.Message | None = None if self.endless else finished(request, reason, len(chunks))
+        end: m.Message | None = None if self.endless else finished(request, reason, len(chunks), thought)
         if self.fail is not None:
             end = dataclasses.replace(self.fail, tag=ask.tag, request=request)
         self._jobs[request] = Job(peer, ask, chunks, end, ask.credit)
         return [m.Accepted(ask.tag, request, 0), m.Progress(request, "prefill", 3, 3)]
 
 
-def finished(request: int, reason: str, output: int) -> m.Finished:
+def finished(request: int, reason: str, output: int, thought: int = 0) -> m.Finished:
     """The end of a request."""
-    return m.Finished(request, reason, None, 3, output, 42, m.Timings(0.5, 0.25, 2.0))
+    timings = m.Timings(0.5, 0.25, 2.0)
+    return m.Finished(request, reason, None, 3, output, 42, timings, reasoning_tokens=thought)
 
 
-def _in_parts(ask: m.Generate, chunks: list[m.Chunk]) -> list[m.Chunk]:
-    """The same as a worker reads it, which has a thought where the template's option says so."""
+def _in_parts(ask: m.Generate, chunks: list[m.Chunk]) -> tuple[list[m.Chunk], int]:
+    """The same as a worker reads it, which has a thought where the template's option says so, and its tokens."""
     thinking = bool(ask.options.get("enable_thinking")) and ask.call is None
     begun = "" if ask.call is None else "".join(QWEN.opener(ask.call))
     parser = AnswerParser(QWEN, ask.tools or [], thinking=thinking, begun=begun)
@@ -158,6 +160,11 @@ def _in_parts(ask: m.Generate, chunks: list[m.Chunk]) -> list[m.Chunk]:
     def ours(parts: list[Part]) -> list[m.Part]:
         return [m.Part(part.kind, part.text, part.call, part.name) for part in parts]
 
-    made = [dataclasses.replace(chunk, text="", parts=ours(parser.push(chunk.text))) for chunk in chunks]
+    made, thought = [], 0
+    for chunk in chunks:
+        thought += parser.thinking
+        made.append(dataclasses.replace(chunk, text="", parts=ours(parser.push(chunk.text))))
     rest = ours(parser.finish(cut=ask.max_tokens < len(chunks)))
-    return [*made, m.Chunk(chunks[0].request, len(chunks), [], "", None, rest)] if rest else made
+    if rest:
+        made.append(m.Chunk(chunks[0].request, len(chunks), [], "", None, rest))
+    return made, thought

@@ -186,6 +186,14 @@ def test_an_answer_in_parts_has_the_tokens_and_the_words_of_the_text() -> None:
     assert parts == [Part("text", text)]
 
 
+def test_tokens_of_an_open_thought_are_told_from_others() -> None:
+    bench = Bench()
+    bench.submit(1, [1, 2, 3], answer=AnswerParser(QWEN, [], thinking=True))
+    bench.submit(2, [1, 2, 3], answer=AnswerParser(QWEN, [], thinking=False))
+    made = [event for event in bench.run() if isinstance(event, Produced)]
+    assert all(event.thought == (event.request == 1) for event in made) and made
+
+
 def test_a_request_goes_from_admission_over_its_chunks_to_its_end() -> None:
     bench = Bench()
     prompt = list(range(20)) * 2

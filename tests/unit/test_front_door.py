@@ -62,13 +62,13 @@ def test_log_probabilities_travel_with_their_tokens(house: House) -> None:
 def test_parts_wait_for_credit_and_neighbours_of_one_kind_become_one(house: House) -> None:
     number = house.accepted(b"a", tokens=None, chat=[{}], parts=True, credit=1)
     said = [m.Part("reasoning", "a"), m.Part("text", "b"), m.Part("text", "c"), m.Part("call", "{", 0, "f")]
-    house.worker(*(internal.Produced(number, i, 10 + i, "", None, [part]) for i, part in enumerate(said)))
+    house.worker(*(internal.Produced(number, i, 10 + i, "", None, [part], i == 0) for i, part in enumerate(said)))
     house.worker(internal.Done(number, "stop", None, "", 3, 4, 42, NO_TIME, None, [m.Part("call", "}")]))
     house.door.receive(b"a", m.Credit(number, 1), 0.0)
     first, second, end = house.heard(b"a")
     assert first.parts == said[:1]
     assert second.parts == [m.Part("text", "bc"), m.Part("call", "{}", 0, "f")] and second.tokens == [11, 12, 13]
-    assert isinstance(end, m.Finished)
+    assert isinstance(end, m.Finished) and (end.output_tokens, end.reasoning_tokens) == (4, 1)
 
 
 def test_a_resumed_answer_in_parts_keeps_its_tools(house: House) -> None:

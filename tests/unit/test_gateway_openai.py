@@ -65,7 +65,10 @@ def test_a_chat_is_answered_in_pieces_with_usage_at_the_end(client: OpenAI) -> N
 
 def test_thought_and_calls_are_told_apart_whole_and_in_pieces(client: OpenAI) -> None:
     given: dict[str, Any] = {"model": "model", "messages": TALK, "tools": TOOLS, "reasoning_effort": "high"}
-    message = client.chat.completions.create(**given).choices[0].message
+    answer = client.chat.completions.create(**given)
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(THOUGHT)
+    message = answer.choices[0].message
     assert message.content == "I will look." and message.reasoning_content == "Let me look."  # type: ignore[attr-defined]
     calls: list[Any] = list(message.tool_calls or [])
     assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Paris & <b>", "days": 2}, {}]
@@ -151,6 +154,7 @@ def test_a_response_has_items_whole_and_in_pieces(client: OpenAI, house: House) 
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
     assert answer.output_text == "I will look." and answer.status == "completed"
     assert answer.usage is not None and answer.usage.input_tokens == 3
+    assert answer.usage.output_tokens_details.reasoning_tokens == len(THOUGHT)
     with client.responses.stream(**given) as stream:
         events = list(stream)
         final = stream.get_final_response()
