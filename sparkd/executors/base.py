@@ -37,26 +37,32 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of a step: `tokens` int32 [rows], segments cover them in order; logits are wanted for `logits_rows`."""
+    """Rows of a step: `tokens` int32 [rows], segments cover them in order; logits are wanted for `logits_rows`.
+
+    `best_of`: 0, or of those rows only the best of the first so many ids is wanted; an executor may give it instead.
+    """
 
     tokens: NDArray[np.int32]
     segments: tuple[Segment, ...]
     logits_rows: NDArray[np.int32]
+    best_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gives.
 
-    `logits` float32 [len(logits_rows), vocab]; `experts` int16 [expert layers, rows, top_k], best first; `waited` int32
-    [rows]: of all experts that a row went to, how many were not in memory (a GPU's own) when the step came to them;
-    `waited_s`: the seconds in which nothing could be computed for want of them.
+    `logits` float32 [len(logits_rows), vocab], or [0, vocab] and `best` int32 [len(logits_rows)]: the first of the
+    largest logits, or -1 - the id of the first that is not finite; `experts` int16 [expert layers, rows, top_k],
+    best first; `waited` int32 [rows]: of all experts that a row went to, how many were not in memory (a GPU's own)
+    when the step came to them; `waited_s`: the seconds in which nothing could be computed for want of them.
     """
 
     logits: NDArray[np.float32]
     experts: NDArray[np.int16]
     waited: NDArray[np.int32]
     waited_s: float = 0.0
+    best: NDArray[np.int32] | None = None
 
 
 class RecordRefused(UnavailableError):

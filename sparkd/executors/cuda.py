@@ -32,7 +32,7 @@ _BATCH = np.dtype(
         ("rows", "<i4"),
         ("segments", "<i4"),
         ("logits", "<i4"),
-        ("unused", "<i4"),
+        ("best_of", "<i4"),
         ("token", "<i4", MAX_ROWS),
         ("position", "<i4", MAX_ROWS),
         ("segment_of", "<i4", MAX_ROWS),
@@ -165,21 +165,27 @@ class CudaExecutor:
         whole = None if records is None else records.begin()
         parts = list(_parts(batch, MAX_ROWS if whole is None else min(whole, MAX_ROWS)))
         ids = self._ids_memory.room(len(parts) * self._ids_bytes)
-        logits = self._logits_memory.room(len(batch.logits_rows) * self._program.vocab * 4)
+        # Of each row of logits: all of them, or the id of the best.
+        left, width = (
+            (self._lowering.logits, 4 * self._program.vocab) if not batch.best_of else (self._lowering.best, 4)
+        )
+        logits = self._logits_memory.room(len(batch.logits_rows) * width)
         for number, part in enumerate(parts):
             run = self._replay if whole is None else self._run_in_pieces
             run(part)
             # The only copies to the host, both asynchronous; nothing waits before all parts are given.
             self._download(self._lowering.ids, ids, number * self._ids_bytes, self._ids_bytes)
-            width = 4 * self._program.vocab
             wanted = len(part.batch.logits_rows)
-            self._download(self._lowering.logits, logits, part.first_logits * width, wanted * width)
+            self._download(left, logits, part.first_logits * width, wanted * width)
         if records is not None:
             records.meanwhile()
         self._stream.synchronize()
         experts = self._experts(parts, ids.view("<i4"))
         check_experts(experts, tuple(layer.experts for layer in self._program.expert_layers))
         missed = np.zeros(rows, np.int32) if records is None else records.missed(experts)
+        if batch.best_of:
+            none = np.empty((0, self._program.vocab), np.float32)
+            return StepResult(none, experts, missed, best=logits.view("<i4").copy())
         return StepResult(logits.view("<f4").reshape(-1, self._program.vocab).copy(), experts, missed)
 
     def trace(self, value: ops.Value) -> NDArray[np.float32]:
@@ -254,6 +260,7 @@ class CudaExecutor:
         record = self._step[: _BATCH.itemsize].view(_BATCH)[0]
         rows = len(batch.tokens)
         record["rows"], record["segments"], record["logits"] = rows, len(batch.segments), len(batch.logits_rows)
+        record["best_of"] = batch.best_of
         record["token"][:rows] = batch.tokens
         record["logits_row"][: len(batch.logits_rows)] = batch.logits_rows
         groups = len(self._layout.groups)
@@ -313,7 +320,8 @@ def _parts(batch: Batch, most: int) -> Iterator[_Part]:
     def part() -> _Part:
         inside = (wanted >= first) & (wanted < first + rows)
         tokens = batch.tokens[first : first + rows]
-        return _Part(Batch(tokens, tuple(segments), wanted[inside] - first), first, int(np.searchsorted(wanted, first)))
+        taken = Batch(tokens, tuple(segments), wanted[inside] - first, batch.best_of)
+        return _Part(taken, first, int(np.searchsorted(wanted, first)))
 
     for segment in batch.segments:
         done = 0

@@ -26,6 +26,8 @@ from sparkd.graph.state import PAGE, StateLayout
 #: `kMaxRows` in kernels/cuda/device.cuh.
 MAX_ROWS = 8
 _WARPS = 4
+#: Blocks that look for the best token of a row; at most the threads of one.
+_BEST_BLOCKS = 64
 _MAX_TOP_K = 16
 _MAX_EXPERTS = 1024
 _MAX_HEAD_DIM = 256
@@ -105,6 +107,8 @@ class Lowering:
         self.ids = device.allocate(max(1, MAX_ROWS * sum(layer.top_k for layer in program.expert_layers) * 4))
         self.choices: list[Choice] = []
         self.logits = device.allocate(MAX_ROWS * program.vocab * 4)
+        #: Of each row of logits the best id, int32 [`MAX_ROWS`], in steps that want no more.
+        self.best = device.allocate(MAX_ROWS * 4)
         self._caches = self._upload_caches()
         self._groups = device.allocate(_GROUPS_BYTES)
         self._begin()
@@ -299,6 +303,11 @@ class Lowering:
                     i32(op.weight.columns), i32(row_bytes), *self._inputs(op.x).arguments, self.logits, sized=True,
                     axis=None,
                 )  # fmt: skip
+                parts = min(_BEST_BLOCKS, -(-op.weight.rows // 256))
+                counters, partials = self._memory.zeros(4 * MAX_ROWS), self._device.allocate(8 * MAX_ROWS * parts)
+                self._emit(
+                    "argmax", (parts, 1, 1), 256, self.logits, i32(op.weight.rows), counters, partials, self.best
+                )
 
     def _record(self, offset: int) -> tuple[Argument, ...]:
         return self._state.records, np.int64(self._layout.record_bytes // 4), np.int64(offset // 4)

@@ -14,16 +14,16 @@ from sparkd.gguf.formats import Arithmetic, Format
 TYPES = frozenset(
     (
         "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
-        "Q6_K", "IQ4_XS",
+        "Q6_K", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4",
     )
 )  # fmt: skip
 #: Numbers of rows that there are kernels for: a step runs in the smallest that holds it.
 COUNTS = (1, 2, 4, 8)
 _SIZED = ("linear", "logits", "route", "gate_up", "down")
 _KERNELS = (
-    "angles", "add", "attend_pages", "begin_sequences", "causal_conv", "embed", "gated_delta", "gated_rms_norm",
-    "merge_and_gate", "merge_pages", "mixture_sum", "output_gate", "prepare_heads", "qk_norm", "quantise", "rms_norm",
-    "rope", "swiglu", "weighted_sum", "write_kv",
+    "angles", "add", "argmax", "attend_pages", "begin_sequences", "causal_conv", "embed", "gated_delta",
+    "gated_rms_norm", "merge_and_gate", "merge_pages", "mixture_sum", "output_gate", "prepare_heads", "qk_norm",
+    "quantise", "rms_norm", "rope", "swiglu", "weighted_sum", "write_kv",
 )  # fmt: skip
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _GUARD = "#pragma once\n"

@@ -20,7 +20,7 @@ from sparkd.executors.base import Batch, Executor, RecordRefused, RowKind, Segme
 from sparkd.ipc.internal import Admitted, Done, Prefilled, Produced, Refused
 from sparkd.ipc.messages import Choice, Message, Part
 from sparkd.text.answer import joined
-from sparkd.worker.sampler import choice, sample
+from sparkd.worker.sampler import best, choice, sample, wants_best
 from sparkd.worker.scheduler import Piece, Scheduler, Step
 from sparkd.worker.sequences import Sequence
 from sparkd.worker.state import PoolSize, StatePool
@@ -148,7 +148,7 @@ class Engine:
         self._account(step, now - began, result.waited_s)
         self._count_hits(step, result)
         self._report_routing(step, result)
-        logits = iter(result.logits)
+        logits = iter(result.logits if result.best is None else result.best)
         for piece in step.pieces:
             events += self._advance(piece, logits, now)
         return events
@@ -177,6 +177,7 @@ class Engine:
         tokens: list[int] = []
         segments = []
         wanted = []
+        simple = True
         for piece in step.pieces:
             sequence = piece.sequence
             assert sequence.holding is not None
@@ -187,7 +188,9 @@ class Engine:
             tokens += sequence.tokens[start:end]
             if end == len(sequence.tokens):
                 wanted.append(len(tokens) - 1)
-        return Batch(np.array(tokens, np.int32), tuple(segments), np.array(wanted, np.int32))
+                simple = simple and sequence.logprobs is None and wants_best(sequence.sampling)
+        best_of = self._vocab if simple else 0
+        return Batch(np.array(tokens, np.int32), tuple(segments), np.array(wanted, np.int32), best_of)
 
     def _account(self, step: Step, seconds: float, waited: float) -> None:
         self._scheduler.measured(step, seconds - waited)
@@ -231,7 +234,7 @@ class Engine:
         tags = [piece.sequence.traffic_tag for piece in step.pieces for _ in range(piece.rows)]
         self._routed(Routing(self.counts.steps, decode, tags, result.experts))
 
-    def _advance(self, piece: Piece, logits: Iterator[NDArray[np.float32]], now: float) -> list[Message]:
+    def _advance(self, piece: Piece, logits: Iterator[NDArray[np.float32] | np.int32], now: float) -> list[Message]:
         sequence = piece.sequence
         assert sequence.holding is not None
         sequence.computed += piece.rows
@@ -241,13 +244,17 @@ class Engine:
             events.append(Prefilled(sequence.request, sequence.computed, sequence.known))
         if sequence.unread:
             return events
-        row = next(logits)[: self._vocab]
+        found = next(logits)
         sequence.clock.first_token = sequence.clock.first_token or now
+        row = found[: self._vocab] if isinstance(found, np.ndarray) else None
         try:
-            token = sample(row, sequence.sampling, sequence.outputs, sequence.tokens, sequence.prompt)
+            if row is None:
+                token = best(int(found))
+            else:
+                token = sample(row, sequence.sampling, sequence.outputs, sequence.tokens, sequence.prompt)
         except RequestError as error:
             return [*events, self._fail(sequence, error)]
-        chosen = None if sequence.logprobs is None else choice(row, token, sequence.logprobs)
+        chosen = None if row is None or sequence.logprobs is None else choice(row, token, sequence.logprobs)
         return events + self._take(sequence, token, chosen)
 
     def _take(self, sequence: Sequence, token: int, chosen: Choice | None) -> list[Message]:

@@ -17,6 +17,7 @@ from sparkd.ipc.messages import Choice, Logprob, Sampling
 from sparkd.kernels import native
 
 _NOTHING = array("i")
+_NOT_FINITE = "try another prompt, or check the model file"
 
 
 @cache
@@ -51,8 +52,22 @@ def sample(
             index,
         )
     except ValueError as error:
-        raise RequestError(str(error), fix="try another prompt, or check the model file") from error
+        raise RequestError(str(error), fix=_NOT_FINITE) from error
     return int(token)
+
+
+def wants_best(sampling: Sampling) -> bool:
+    """Whether `sample` takes the best token of the logits as they are, whatever the history."""
+    changed = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+    return sampling.temperature == 0.0 and not sampling.logit_bias and not changed
+
+
+def best(found: int) -> int:
+    """The token of an executor's `StepResult.best`. RequestError, that of `sample`, when a logit was not finite."""
+    if found < 0:
+        error = f"the logit of token {-1 - found} is not finite"
+        raise RequestError(error, fix=_NOT_FINITE)
+    return found
 
 
 def choice(logits: NDArray[np.float32], token: int, best: int) -> Choice:

@@ -140,6 +140,12 @@ class Pair:
         """Give its state back, to be used by others as it is."""
         self._pool.release(sequence.holding)
 
+    def segments(self, rows: int) -> tuple[Segment, ...]:
+        """Rows of a sequence that has just begun."""
+        holding = self.start().holding
+        self._pool.extend(holding, rows)
+        return (Segment(0, rows, holding.tables, holding.record, RowKind.DECODE),)
+
     def step(self, *parts: tuple[Running, Sequence[int]], logits: bool = True) -> StepResult:
         """A step of both with logits of every row, or of none; asserts that all results are equal."""
         segments, tokens = [], []

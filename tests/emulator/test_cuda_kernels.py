@@ -11,12 +11,16 @@ from host_device import HostDevice
 from numpy.typing import NDArray
 from pairs import F32, MadeWeights, Pair
 
+from sparkd.errors import RequestError
+from sparkd.executors.base import Batch
 from sparkd.executors.cuda_source import TYPES as KNOWN
 from sparkd.executors.weights import Piece
-from sparkd.gguf.formats import FORMATS_BY_NAME, Arithmetic, Format
+from sparkd.gguf.formats import FORMATS_BY_NAME, Format
 from sparkd.graph import ops
 from sparkd.graph.ops import Value, Weight
 from sparkd.graph.program import ConvState, DeltaState, ExpertLayer, KvCache, Program
+from sparkd.ipc.messages import Sampling
+from sparkd.worker.sampler import best, sample
 
 TYPES = [FORMATS_BY_NAME[name] for name in sorted(KNOWN)]
 ROWS = 8
@@ -25,9 +29,9 @@ Tensors = dict[str, tuple[NDArray, Format]]
 
 
 def blocks_of(rng: np.random.Generator, format: Format, rows: int, columns: int) -> NDArray[np.uint8]:
-    """Random rows of a type: any bytes are blocks; floats of the float class are made finite."""
+    """Random rows of a type: any bytes are blocks; floats by themselves are made finite."""
     raw = rng.integers(0, 256, (rows, format.row_bytes(columns)), np.uint8)
-    if format.arithmetic is Arithmetic.FLOAT:
+    if format.block == 1:
         values = rng.normal(size=(rows, columns)).astype(np.float32)
         if format.name == "BF16":
             return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
@@ -114,7 +118,7 @@ def test_routing_and_experts(function: ops.Router, experts: int, top_k: int, see
     parts, pieces, offset = [], [], 0
     for format, weight in zip(formats, (layer.gate, layer.up, layer.down), strict=True):
         data = blocks_of(rng, format, experts * weight.rows, weight.columns).reshape(experts, -1)
-        if format.arithmetic is not Arithmetic.FLOAT:
+        if format.block > 1:
             tame(data.reshape(experts * weight.rows, -1, format.bytes), format)
         room = -data.shape[1] % 64
         pieces.append(Piece(offset, format))
@@ -242,3 +246,41 @@ def test_operations_on_rows(name: str, make, widths: tuple[int, ...], width: int
     built: list[ops.Op] = [ops.Embed(Weight(value.name, ROWS, value.width), value) for value in values]
     made = program([*built, make(*values, out)], out, vocab=ROWS)
     run(made, tensors, [out], seed, [list(range(ROWS)), [1, 3, 2]], "random")
+
+
+@pytest.mark.parametrize("case", ["ties", "zeros", "lowest", "infinity", "nan"])
+@pytest.mark.parametrize("vocab, best_of", [(7, 5), (300, 300), (20000, 19999)])
+def test_the_best_token_is_the_one_that_the_sampler_takes(vocab: int, best_of: int, case: str, seed: int) -> None:
+    """Rows of one number times weights: any logits that a test wants. Only the id leaves the device."""
+    rng = np.random.default_rng(seed)
+    head = np.float32(rng.normal(size=(vocab, 32)) * [[1.0] + [0.0] * 31])
+    if case == "ties":
+        head[:, 0] = rng.integers(-1, 2, vocab)
+    elif case == "zeros":
+        head[:, 0] = np.where(rng.random(vocab) < 0.5, np.float32(-0.0), np.float32(0.0))
+    elif case == "lowest":
+        head[:, 0] = -np.float32(3e38)
+        head[vocab - 1] = 0  # beyond the ids that may be chosen, where those are fewer
+    elif case in ("infinity", "nan"):
+        head[rng.integers(0, vocab, 3), 0] = np.float32(case)
+    x = Value("x", 32)
+    rows = np.zeros((ROWS, 32), np.float32)
+    rows[:, 0] = 1.0
+    made = program([ops.Embed(Weight("x", ROWS, 32), x)], x, vocab=vocab)
+    weights = MadeWeights({"head": (head, F32), "x": (rows, F32)})
+    pair = Pair(made, weights, HostDevice(seed=seed, order="random"), counts=(8,))
+    for length in (1, 3, ROWS + 2):
+        batch = Batch(np.zeros(length, np.int32), pair.segments(length), np.arange(length, dtype=np.int32), best_of)
+        logits, found = pair.native.step(batch).logits, pair.cuda.step(batch)
+        assert found.logits.shape == (0, vocab)
+        assert found.best is not None
+        for row, one in zip(logits, found.best.tolist(), strict=True):
+            assert outcome(lambda row=row: sample(row[:best_of], Sampling(), 0)) == outcome(lambda one=one: best(one))
+
+
+def outcome(choose: Callable[[], int]) -> int | str:
+    """The token, or the words of the refusal."""
+    try:
+        return choose()
+    except RequestError as error:
+        return str(error)

@@ -30,7 +30,7 @@ struct SegmentRows {
 
 // The batch of a step. A graph covers a fixed number of rows; only the first `rows` of them exist.
 struct Batch {
-    int32_t rows, segments, logits, unused;
+    int32_t rows, segments, logits, best_of;
     int32_t token[kMaxRows];
     int32_t position[kMaxRows];
     int32_t segment_of[kMaxRows];

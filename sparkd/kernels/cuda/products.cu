@@ -68,6 +68,55 @@ __device__ inline void logits(const Batch* batch, Matrix weight, Inputs in, floa
             if (b < batch->logits) out[static_cast<int64_t>(b) * weight.rows + row] = y[b];
 }
 
+// A finite logit and its id as a number: larger for a larger logit, of equal ones for the lower id. One that is not finite
+// is larger than all that are.
+__device__ inline uint64_t ranking(float logit, int id) {
+    const uint32_t bits = bits_of(logit + 0.0f);  // -0 and 0 are equal
+    const uint32_t ordered = !is_finite(logit) ? 0xffffffffu : bits >> 31 ? ~bits : bits | 0x80000000u;
+    return static_cast<uint64_t>(ordered) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
+}
+
+// The largest of a block's numbers; every thread of the block calls this, all get it.
+__device__ inline uint64_t block_largest(uint64_t mine) {
+    __shared__ uint64_t of_warp[8];
+    for (int step = 16; step > 0; step /= 2) {
+        const uint64_t other = __shfl_xor_sync(kAllLanes, mine, step);
+        mine = other > mine ? other : mine;
+    }
+    if (lane_id() == 0) of_warp[warp_id()] = mine;
+    __syncthreads();
+    for (int warp = 0; warp < 8; ++warp) mine = of_warp[warp] > mine ? of_warp[warp] : mine;
+    __syncthreads();
+    return mine;
+}
+
+// best[i] = the first of the largest of the first `best_of` logits of row i, as the sampler finds it; where one is not
+// finite: -1 - the id of the first such. Nothing when best_of is 0. Reads 4 bytes for each logit.
+// grid (blocks, rows), block 256: a part of the row for each block, the last one compares them. counters [rows] 0,
+// partials [rows][blocks].
+extern "C" __global__ void argmax(const Batch* batch, const float* logits, int vocab, uint32_t* counters,
+                                  uint64_t* partials, int* best) {
+    const int row = static_cast<int>(blockIdx.y);
+    if (batch->best_of == 0 || row >= batch->logits) return;
+    const int blocks = static_cast<int>(gridDim.x);
+    const int number = static_cast<int>(blockIdx.x);
+    const int thread = static_cast<int>(threadIdx.x);
+    uint64_t found = 0;
+    for (int id = number * 256 + thread; id < batch->best_of; id += 256 * blocks) {
+        const uint64_t one = ranking(logits[static_cast<int64_t>(row) * vocab + id], id);
+        found = one > found ? one : found;
+    }
+    found = block_largest(found);
+    uint64_t* of_row = partials + static_cast<int64_t>(row) * blocks;
+    if (thread == 0) of_row[number] = found;
+    if (!last_of(counters + row, static_cast<uint32_t>(blocks))) return;
+    found = thread < blocks ? __ldcg(of_row + thread) : 0;
+    found = block_largest(found);
+    if (thread != 0) return;
+    const int id = static_cast<int>(0xffffffffu - static_cast<uint32_t>(found));
+    best[row] = found >> 32 == 0xffffffffu ? -1 - id : id;
+}
+
 // grid (ceil(columns / 256), rows), block 256
 extern "C" __global__ void embed(const Batch* batch, const uint8_t* weight, int type, int columns, int row_bytes, float* out) {
     const int row = static_cast<int>(blockIdx.y);

@@ -12,7 +12,8 @@
 #ifndef SPARK_TYPES
 #define SPARK_TYPES(INT256, INT32, FLOAT)                                                                             \
     INT256(Q4_K) INT256(Q6_K) INT256(Q5_K) INT256(Q2_K) INT256(Q3_K) INT256(IQ4_XS) INT32(Q8_0) INT32(Q4_0) INT32(Q4_1) \
-    INT32(Q5_0) INT32(Q5_1) INT32(IQ4_NL) INT32(MXFP4) FLOAT(F32) FLOAT(F16) FLOAT(BF16)
+    INT32(Q5_0) INT32(Q5_1) INT32(IQ4_NL) INT32(MXFP4) FLOAT(F32) FLOAT(F16) FLOAT(BF16) FLOAT(IQ2_XXS) FLOAT(IQ2_XS)  \
+    FLOAT(IQ2_S) FLOAT(IQ3_XXS) FLOAT(IQ3_S) FLOAT(NVFP4)
 #endif
 // The numbers of rows that there are kernels for.
 #ifndef SPARK_COUNTS
@@ -149,8 +150,35 @@ __device__ inline void integer_rows(const Matrix& w, int first, const int8_t* q,
     }
 }
 
+// Element `e` of a block with a code book: one of the eight that share a factor (common/codebooks.h).
+template <Eight (*EIGHT)(float, const uint8_t*, int), int BYTES>
+__device__ inline float book_element(const uint8_t* row, int i) {
+    const uint8_t* block = row + static_cast<int64_t>(i / 256) * BYTES;
+    return value_of(EIGHT(load_f16(block), block, i % 256 / 8), i % 8);
+}
+
+// The same of NVFP4, without the other seven.
+__device__ inline float nvfp4_element(const uint8_t* row, int i) {
+    const uint8_t* block = row + static_cast<int64_t>(i / 64) * 36;
+    const int sub = i % 64 / 16;
+    const uint32_t nibble = nibble_of(block[4 + 8 * sub + i % 8], i % 16 / 8);
+    const uint32_t code = nibble & 7u;
+    const int magnitude = static_cast<int>(code < 5 ? code : code == 5 ? 6u : code == 6 ? 8u : 12u);
+    const float value = static_cast<float>(magnitude) * half_e4m3(block[sub]);
+    return nibble > 8 ? -value : value;
+}
+
 template <int TYPE>
 __device__ inline float float_element(const uint8_t* row, int i) {
+    switch (TYPE) {
+        case IQ2_XXS: return book_element<eight_iq2_xxs, 66>(row, i);
+        case IQ2_XS: return book_element<eight_iq2_xs, 74>(row, i);
+        case IQ2_S: return book_element<eight_iq2_s, 82>(row, i);
+        case IQ3_XXS: return book_element<eight_iq3_xxs, 98>(row, i);
+        case IQ3_S: return book_element<eight_iq3_s, 110>(row, i);
+        case NVFP4: return nvfp4_element(row, i);
+        default: break;
+    }
     if (TYPE == F32) return reinterpret_cast<const float*>(row)[i];
     const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[i];
     return TYPE == F16 ? f16_to_f32(bits) : bf16_to_f32(bits);
