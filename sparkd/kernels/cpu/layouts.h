@@ -49,7 +49,7 @@ struct Packed {
 // Eight 6-bit scales and minima in 12 bytes, as bytes.
 struct SixBits {
     uint64_t scales, minima;
-    explicit SixBits(const uint8_t* s) {
+    [[gnu::always_inline]] explicit SixBits(const uint8_t* s) {
         constexpr uint32_t four = 0x0f0f0f0fu, two = 0x30303030u, six = 0x3f3f3f3fu;
         const uint32_t a = load_as<uint32_t>(s), b = load_as<uint32_t>(s + 4), c = load_as<uint32_t>(s + 8);
         scales = (a & six) | static_cast<uint64_t>((c & four) | ((a >> 2) & two)) << 32;
@@ -62,9 +62,50 @@ inline __m128i eight_words(uint64_t bytes) { return _mm_cvtepu8_epi16(_mm_cvtsi6
 struct Offsets {  // d and -o as float16 at the start of the block, 6-bit scales and minima of 32 elements
     static constexpr bool kOffset = true, kSigned = false;
     static constexpr int kBias = 0, kSub = 32, kD = 0, kO = 2;
-    static Scales32Bytes spread_scales(const uint8_t* b) { return Scales32Bytes(SixBits(b + 4).scales); }
     static __m128i scales(const uint8_t* b) { return eight_words(SixBits(b + 4).scales); }
     static __m128i minima(const uint8_t* b) { return eight_words(SixBits(b + 4).minima); }
+};
+
+// Of eight such blocks, one per 32-bit lane: d, -o; bytes of the scales of elements 0 .. 127, of 128 .. 255; minima.
+struct EightOffsets {
+    __m256 d, o;
+    __m256i scales[2], minima[2];
+
+    // block(i): where block i lies.
+    template <class Block>
+    [[gnu::always_inline]] explicit EightOffsets(const Block& block) {
+        const __m256i four = _mm256_set1_epi8(0x0f), two = _mm256_set1_epi8(0x30), six = _mm256_set1_epi8(0x3f);
+        __m256i v[4], a[4], word[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) v[i] = _mm256_setr_m128i(load_128(block(i)), load_128(block(i + 4)));
+        for (int i = 0; i < 2; ++i) {
+            a[2 * i] = _mm256_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+            a[2 * i + 1] = _mm256_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+        }
+        for (int i = 0; i < 2; ++i) {
+            word[2 * i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+            word[2 * i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        }
+        const auto both = [&](__m256i low, __m256i high) {
+            return _mm256_or_si256(low, _mm256_and_si256(_mm256_srli_epi32(high, 2), two));
+        };
+        scales[0] = _mm256_and_si256(word[1], six);
+        scales[1] = both(_mm256_and_si256(word[3], four), word[1]);
+        minima[0] = _mm256_and_si256(word[2], six);
+        minima[1] = both(_mm256_and_si256(_mm256_srli_epi32(word[3], 4), four), word[2]);
+        const __m256i factors = _mm256_permute4x64_epi64(
+            _mm256_packus_epi32(_mm256_and_si256(word[0], _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(word[0], 16)),
+            0xd8);
+        d = _mm256_cvtph_ps(_mm256_castsi256_si128(factors));
+        o = _mm256_cvtph_ps(_mm256_extracti128_si256(factors, 1));
+    }
+
+    // Bytes of both halves of a block: of block i at out[kPlace[i]].
+    static constexpr int kPlace[8] = {0, 1, 4, 5, 2, 3, 6, 7};
+    static void store(const __m256i* halves, uint64_t* out) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(out), _mm256_unpacklo_epi32(halves[0], halves[1]));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(out + 4), _mm256_unpackhi_epi32(halves[0], halves[1]));
+    }
 };
 
 struct Q4K : Offsets {

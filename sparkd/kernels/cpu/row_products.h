@@ -12,8 +12,9 @@ namespace spark::row_products {
 
 using namespace layouts;
 
-// Bytes ahead of the block in hand that are fetched into the cache: the hardware alone does not run far enough ahead.
-constexpr int kAhead = 8192;
+// Bytes ahead of the block in hand that are fetched into the nearest cache: the hardware alone does not run far enough
+// ahead, and of what is fetched farther ahead a part is gone again when its turn comes.
+constexpr int kAhead = 2048;
 
 struct QuantisedRow {
     const int8_t* q;
@@ -36,14 +37,13 @@ inline __m256i first_lanes(int count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// isum of a block of 256 as lanes that add up to it; msum likewise.
-template <class T>
-[[gnu::always_inline]] inline Sum block_sum(const uint8_t* b, const QuantisedRow& x, int64_t block, __m128i& msum) {
+// isum of a block of 256 as lanes that add up to it.
+template <class T, class Scales>
+[[gnu::always_inline]] inline Sum block_sum(const uint8_t* b, const Scales& scales, const QuantisedRow& x, int64_t block) {
     const int8_t* q = x.q + 256 * block;
     _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead, _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + 64, _MM_HINT_T0);
     if constexpr (T::kBytes > 128) _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + 128, _MM_HINT_T0);
-    const auto scales = T::spread_scales(b);
     Sum sum = no_sum();
     if constexpr (T::kBias != 0) {
         // Two sub-blocks per lane: what the bias made too much, shifted by its power of two.
@@ -57,20 +57,15 @@ template <class T>
     add(T::template chunk<1>(Packed{b}), load64(q + 64), scales.template chunk<1>());
     add(T::template chunk<2>(Packed{b}), load64(q + 128), scales.template chunk<2>());
     add(T::template chunk<3>(Packed{b}), load64(q + 192), scales.template chunk<3>());
-    if constexpr (T::kOffset && T::kSub == 32) {
-        msum = _mm_madd_epi16(T::minima(b), load_128(x.sums32 + 8 * block));
-    } else if constexpr (T::kOffset) {
-        const __m256i both = _mm256_madd_epi16(T::minima(b), load_256(x.sums16 + 16 * block));
-        msum = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-    }
     return sum;
 }
 
-// The same as a function of its own: inlined eight times, the types with six-bit scales take a third longer (measured
-// with g++ 12), the others a seventh less.
+// msum likewise, of types with an offset.
 template <class T>
-[[gnu::noinline]] Sum block_sum_apart(const uint8_t* b, const QuantisedRow& x, int64_t block, __m128i& msum) {
-    return block_sum<T>(b, x, block, msum);
+inline __m128i minima_sum(const uint8_t* b, const QuantisedRow& x, int64_t block) {
+    static_assert(T::kSub == 16);
+    const __m256i both = _mm256_madd_epi16(T::minima(b), load_256(x.sums16 + 16 * block));
+    return _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
 }
 
 // Lane i: the sum of the four lanes of v[i].
@@ -90,23 +85,49 @@ inline __m256 wide_terms(const uint8_t* w, int64_t row_bytes, int rows, int base
     };
     Sum isum[8];
     __m128i msum[8];
-    for (int lane = 0; lane < 8; ++lane) {
-        isum[lane] = no_sum();
-        if constexpr (T::kOffset) msum[lane] = _mm_setzero_si128();
-        if (!there(lane)) continue;
-        constexpr auto sum = std::is_base_of_v<Offsets, T> ? block_sum_apart<T> : block_sum<T>;
-        isum[lane] = sum(block_at(lane), x, base + lane % LANES, msum[lane]);
+    __m256 d, o;
+    if constexpr (std::is_base_of_v<Offsets, T>) {
+        alignas(32) uint64_t scales[8], minima[8];
+        const EightOffsets of([&](int lane) { return block_at(there(lane) ? lane : 0); });
+        EightOffsets::store(of.scales, scales);
+        EightOffsets::store(of.minima, minima);
+        alignas(32) int32_t mask[8];
+        for (int lane = 0; lane < 8; ++lane) mask[lane] = there(lane) ? -1 : 0;
+        const __m256 present_lanes = _mm256_load_ps(reinterpret_cast<const float*>(mask));
+        d = FULL ? of.d : _mm256_and_ps(of.d, present_lanes);
+        o = FULL ? of.o : _mm256_and_ps(of.o, present_lanes);
+#pragma GCC unroll 1  // eight copies are slower out of cache and no faster in it (measured with g++ 12)
+        for (int lane = 0; lane < 8; ++lane) {
+            isum[lane] = no_sum();
+            msum[lane] = _mm_setzero_si128();
+            if (!there(lane)) continue;
+            const int block = base + lane % LANES, place = EightOffsets::kPlace[lane];
+            isum[lane] = block_sum<T>(block_at(lane), Scales32Bytes(scales[place]), x, block);
+            msum[lane] = _mm_madd_epi16(eight_words(minima[place]), load_128(x.sums32 + int64_t{8} * block));
+        }
+    } else {
+        for (int lane = 0; lane < 8; ++lane) {
+            isum[lane] = no_sum();
+            if constexpr (T::kOffset) msum[lane] = _mm_setzero_si128();
+            if (!there(lane)) continue;
+            const int block = base + lane % LANES;
+            const uint8_t* b = block_at(lane);
+            isum[lane] = block_sum<T>(b, T::spread_scales(b), x, block);
+            if constexpr (T::kOffset) msum[lane] = minima_sum<T>(b, x, block);
+        }
+        const auto factors = [&](int offset) {
+            const auto at = [&](int lane) { return there(lane) ? load_as<int16_t>(block_at(lane) + offset) : int16_t{0}; };
+            return _mm256_cvtph_ps(_mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
+        };
+        d = factors(T::kD);
+        if constexpr (T::kOffset) o = factors(T::kO);
     }
-    const auto factors = [&](int offset) {
-        const auto at = [&](int lane) { return there(lane) ? load_as<int16_t>(block_at(lane) + offset) : int16_t{0}; };
-        return _mm256_cvtph_ps(_mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
-    };
     const __m256 a = _mm256_permutevar8x32_ps(_mm256_maskload_ps(x.a + base, first_lanes(present)), lane_of_row);
-    const __m256 da = _mm256_mul_ps(factors(T::kD), a);
+    const __m256 da = _mm256_mul_ps(d, a);
     const __m256 i = _mm256_cvtepi32_ps(eight_sums(isum));
     if constexpr (T::kOffset) {
         // The field is -o, and a sign changes no rounding.
-        const __m256 oa = _mm256_mul_ps(factors(T::kO), a);
+        const __m256 oa = _mm256_mul_ps(o, a);
         return _mm256_fmsub_ps(da, i, _mm256_mul_ps(oa, _mm256_cvtepi32_ps(eight_quads(msum))));
     }
     return _mm256_mul_ps(da, i);

@@ -156,39 +156,19 @@ inline Ints byte_scale(Ints v) {
 // Six-bit scales and minima (layouts.h, Offsets) of eight rows at a time.
 template <class Part>
 inline void store_six_bits(const uint8_t* const* blocks, Part& part) {
-    const __m256i four = _mm256_set1_epi8(0x0f), two = _mm256_set1_epi8(0x30), six = _mm256_set1_epi8(0x3f);
     for (int r = 0; r < kRegisters; ++r) {
-        __m256i v[4], a[4], word[4];
-        for (int i = 0; i < 4; ++i)
-            v[i] = _mm256_setr_m128i(load_128(blocks[8 * r + i]), load_128(blocks[8 * r + i + 4]));
-        for (int i = 0; i < 2; ++i) {
-            a[2 * i] = _mm256_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
-            a[2 * i + 1] = _mm256_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
-        }
-        for (int i = 0; i < 2; ++i) {
-            word[2 * i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
-            word[2 * i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
-        }
-        const auto both = [&](__m256i low, __m256i high) {
-            return _mm256_or_si256(low, _mm256_and_si256(_mm256_srli_epi32(high, 2), two));
-        };
-        const __m256i scales[2] = {_mm256_and_si256(word[1], six), both(_mm256_and_si256(word[3], four), word[1])};
-        const __m256i minima[2] = {_mm256_and_si256(word[2], six),
-                                   both(_mm256_and_si256(_mm256_srli_epi32(word[3], 4), four), word[2])};
+        const EightOffsets of([&](int i) { return blocks[8 * r + i]; });
         for (int half = 0; half < 2; ++half) {
             Ints* scale = part.scale + 4 * half * kRegisters + r;
-            scale[0] = byte_scale<0>(scales[half]);
-            scale[kRegisters] = byte_scale<1>(scales[half]);
-            scale[2 * kRegisters] = byte_scale<2>(scales[half]);
-            scale[3 * kRegisters] = byte_scale<3>(scales[half]);
-            part.min_pairs[2 * half * kRegisters + r] = two_bytes<0, 1>(minima[half]);
-            part.min_pairs[(2 * half + 1) * kRegisters + r] = two_bytes<2, 3>(minima[half]);
+            scale[0] = byte_scale<0>(of.scales[half]);
+            scale[kRegisters] = byte_scale<1>(of.scales[half]);
+            scale[2 * kRegisters] = byte_scale<2>(of.scales[half]);
+            scale[3 * kRegisters] = byte_scale<3>(of.scales[half]);
+            part.min_pairs[2 * half * kRegisters + r] = two_bytes<0, 1>(of.minima[half]);
+            part.min_pairs[(2 * half + 1) * kRegisters + r] = two_bytes<2, 3>(of.minima[half]);
         }
-        const __m256i words = _mm256_permute4x64_epi64(
-            _mm256_packus_epi32(_mm256_and_si256(word[0], _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(word[0], 16)),
-            0xd8);
-        part.d[r] = _mm256_cvtph_ps(_mm256_castsi256_si128(words));
-        part.o[r] = _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1));
+        part.d[r] = of.d;
+        part.o[r] = of.o;
     }
 }
 
