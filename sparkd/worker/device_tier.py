@@ -109,6 +109,9 @@ class DeviceTier:
         self._to_fill = iter(
             [Record(n, e) for e in range(experts) for n, layer in enumerate(self.layers) if e < layer.experts]
         )
+        #: Records by their number, layer times the most experts plus expert, and the first number of each layer.
+        self._records = [Record(layer, expert) for layer in range(len(self.layers)) for expert in range(experts)]
+        self._firsts = np.arange(len(self.layers), dtype=np.int64)[:, None, None] * experts
         self._granted: dict[int, tuple[Place, ...]] = {}
         self._leases: list[int] = []
         self._parts = Steps(0, 0)
@@ -275,13 +278,11 @@ class DeviceTier:
         """Have the engine count and heat what steps used."""
         for experts, decode in self._used:
             for use, rows in ((Use.DECODE, decode), (Use.PREFILL, ~decode)):
-                records = [
-                    Record(layer, expert)
-                    for layer, chosen in enumerate(experts)
-                    for expert in np.unique(chosen[rows]).tolist()
-                ]
-                missed = self._engine.used(_WORKER, records, use) if records else []
-                if use is Use.DECODE and records:
+                if not rows.any():
+                    continue
+                chosen = np.unique(experts[:, rows] + self._firsts)
+                missed = self._engine.used(_WORKER, [self._records[number] for number in chosen.tolist()], use)
+                if use is Use.DECODE:
                     self._missed = missed
         self._used.clear()
 

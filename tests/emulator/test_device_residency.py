@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,10 @@ MODELS = ["qwen35moe-tinyk-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m"]
 STEPS = 4
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("share", "registered"), [(0.0, True), (0.1, True), (0.5, True), (1.0, True), (0.0, False), (0.5, False)]
-)
-def test_a_model_says_the_same_wherever_its_experts_are(
-    name: str, share: float, registered: bool, model_path: Callable[[str], Path], seed: int
-) -> None:
+def say_the_same(path: Path, share: float, seed: int, *, registered: bool, steps: int = STEPS) -> None:
     """A prompt beside decoding, then two sequences; placements, misses and lost blocks between and under the steps."""
     rng = np.random.default_rng(seed)
-    with loaded(model_path(name)) as arena:
+    with loaded(path) as arena:
         device = HostDevice(seed=seed)
         pair = Pair(arena.program, arena, device, positions=64, max_rows=16)
         churned = Churned(device, pair.cuda, arena, share, seed, registered=registered)
@@ -35,10 +30,10 @@ def test_a_model_says_the_same_wherever_its_experts_are(
         result = pair.step((first, rng.integers(0, vocab, 3).tolist()))
         token = int(result.logits[-1].argmax())
         result = pair.step((first, [token]), (second, rng.integers(0, vocab, 9).tolist()))
-        for number in range(STEPS):
+        for number in range(steps):
             churned.tier.used(np.ones(result.experts.shape[1], bool), result.experts)
             churned.happen()
-            if number == STEPS // 2:
+            if number == steps // 2:
                 churned.tier.shrink(1)
             tokens = [int(result.logits[0].argmax()), int(result.logits[-1].argmax())]
             result = pair.step((first, tokens[:1]), (second, tokens[1:]))
@@ -46,3 +41,19 @@ def test_a_model_says_the_same_wherever_its_experts_are(
         misses = sum(counts.misses for counts in churned.tier.counts().values())
         assert uses > 0
         assert (misses == uses) == (share == 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("share", "registered"), [(0.0, True), (0.1, True), (0.5, True), (1.0, True), (0.0, False), (0.5, False)]
+)
+def test_a_model_says_the_same_wherever_its_experts_are(
+    name: str, share: float, registered: bool, model_path: Callable[[str], Path], seed: int
+) -> None:
+    say_the_same(model_path(name), share, seed, registered=registered)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_the_demo_model_says_the_same_wherever_its_experts_are(share: float, seed: int) -> None:
+    say_the_same(Path(str(files("sparkd.demo") / "spark-demo-laguna.gguf")), share, seed, registered=True, steps=24)
