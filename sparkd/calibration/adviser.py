@@ -78,7 +78,7 @@ class Adviser:
         self.tuner.pin(heat.ravel())
         rule = self.tuner.better(self.rule)
         hot = self._choose(heat, rule)
-        if rule == self.rule and hot == self._hot:
+        if rule == self.rule and [*map(set, hot)] == [*map(set, self._hot)]:
             return None
         self.rule, self._hot = rule, hot
         return self._placement()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from control import PATIENCE_S, Control, control, settings_for
 
+from sparkd.calibration import profile
+from sparkd.calibration.counts import RoutingCounts
 from sparkd.ipc.internal import Placement, Ready, Tier, TraceAnswer, TraceQuery
 from sparkd.ipc.memory import Region
 from sparkd.ipc.routing import Routed, RoutingRing
@@ -164,6 +167,31 @@ def test_a_killed_calibrator_leaves_the_steps_it_had_not_dealt_with(
     child.wait()
     _, name = start(link, region)
     assert status_after(link, name, 50)["decode"]["rows"] == 50
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+def test_a_calibrator_that_is_killed_while_it_saves_leaves_the_old_profile_or_the_new_one(
+    link: Control, region: Region, ring: RoutingRing, tmp_path: Path, kills: int
+) -> None:
+    folder = tmp_path / "state" / "sparkd"
+    chance = random.Random(5)
+    rows, left = 0, []
+    for _ in range(kills):
+        child, name = start(link, region)
+        assert link.status(name)["decode"]["rows"] == rows, "it begins with what was there"
+        ring.push(routed(ONE, [1]))
+        status_after(link, name, 1)
+        child.terminate()
+        time.sleep(chance.uniform(0.0, 0.004))
+        child.kill()
+        child.wait()
+        found = profile.load(folder, MODEL, 2, 8) if folder.exists() else (RoutingCounts(2, 8), "")
+        assert found[1] == ""
+        left.append(found[0].decode_rows - rows)
+        rows = found[0].decode_rows
+        assert found[0].decode.tolist() == [[rows, rows, *[0] * 6], [0, 0, rows, rows, *[0] * 4]]
+    assert set(left) <= {0, 1}
+    assert kills < 100 or set(left) == {0, 1}, "some were killed before they had saved, others after"
 
 
 def test_tags_are_counted_apart_and_kept(link: Control, region: Region, ring: RoutingRing) -> None:

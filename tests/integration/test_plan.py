@@ -12,7 +12,7 @@ from daemon import daemon
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
-from sparse_models import make_one_of_twenty  # noqa: E402
+from sparse_models import TWENTY, make_one_of_twenty  # noqa: E402
 
 
 def _planned(path: Path, host_gib: float) -> dict:
@@ -22,9 +22,12 @@ def _planned(path: Path, host_gib: float) -> dict:
     return json.loads(done.stdout)
 
 
+FEW = ("hybrid-draft-fused", "hybrid-parts")
+REST = [pytest.param(name, 0.0, False, marks=pytest.mark.soak) for name in TWENTY if name not in FEW]
+
+
 @pytest.mark.parametrize(
-    ("name", "host_gib", "partial"),
-    [("hybrid-draft-fused", 0.0, False), ("hybrid-parts", 0.0, False), ("hybrid-many", 0.011, True)],
+    ("name", "host_gib", "partial"), [*((name, 0.0, False) for name in FEW), ("hybrid-many", 0.011, True), *REST]
 )
 def test_a_daemon_takes_what_was_planned_to_the_byte(name, host_gib, partial, tmp_path):
     path = make_one_of_twenty(name, tmp_path)
