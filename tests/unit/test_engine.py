@@ -46,6 +46,9 @@ class FakeExecutor:
         self.read: dict[int, list[int]] = {}
         self.batches: list[Batch] = []
         self.poison = poison
+        #: Whether only the best tokens are told where no more is wanted; in how many steps that was so.
+        self.finds_best = False
+        self.found = 0
 
     def step(self, batch: Batch) -> StepResult:
         self.batches.append(batch)
@@ -65,6 +68,14 @@ class FakeExecutor:
             self.refuse(batch, self.refused[0])
         experts = np.zeros((1, len(batch.tokens), 2), np.int16)
         waited = np.resize(np.array(self.waited or [0], np.int32), len(batch.tokens))
+        if self.finds_best and batch.best_of:
+            self.found += 1
+            rows = [row[: batch.best_of] for row in np.array(logits, np.float32).reshape(-1, VOCAB)]
+            best = [
+                int(row.argmax()) if np.isfinite(row).all() else -1 - int(np.isfinite(row).argmin()) for row in rows
+            ]
+            none = np.empty((0, VOCAB), np.float32)
+            return StepResult(none, experts, waited, self.waited_s, best=np.array(best, np.int32))
         return StepResult(np.array(logits, np.float32).reshape(-1, VOCAB), experts, waited, self.waited_s)
 
     def refuse(self, batch: Batch, first: int) -> None:
@@ -327,6 +338,24 @@ def test_ids_beyond_the_vocabulary_are_never_chosen_however_likely() -> None:
     assert max(continuation([3, 4], 40)) >= VOCAB // 2
     assert len(tokens(events, 1)) == len(tokens(events, 2)) == 40
     assert max(tokens(events, 1) + tokens(events, 2)) < VOCAB // 2
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_tokens_are_the_same_where_the_executor_tells_the_best_one_alone(limit: int) -> None:
+    told = []
+    for finds_best in (False, True):
+        bench = Bench(limit, poison=9, vocab=VOCAB // 2)
+        bench.executor.finds_best = finds_best
+        bench.submit(1, [3, 4] * 20, max_tokens=30)
+        bench.submit(2, [9, 1], max_tokens=5)
+        bench.submit(3, [3, 5], max_tokens=9, sampling=Sampling(temperature=1.0, seed=3))
+        bench.submit(4, [3, 6], max_tokens=9, logprobs=1)
+        bench.submit(5, [3, 7], max_tokens=9, sampling=Sampling(repetition_penalty=1.5, seed=1))
+        events = bench.run()
+        told.append([e for e in events if isinstance(e, Produced | Refused)])
+        assert bool(bench.executor.found) is finds_best
+        assert [e.request for e in events if isinstance(e, Refused)] == [2]
+    assert told[0] == told[1]
 
 
 def test_log_probabilities_come_with_each_token_that_asked_for_them() -> None:
