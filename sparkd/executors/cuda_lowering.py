@@ -91,7 +91,7 @@ class Lowering:
         self._layout = layout
         self._state = state
         self._program = program
-        _check(program)
+        check_shapes(program)
         groups = groups_of(program, keep)
         values = plan_values(program, keep, [group.members for group in groups])
         self._arena = device.allocate(values.width * MAX_ROWS * 4)
@@ -454,7 +454,7 @@ def _span_heads(heads: int, head_dim: int) -> int:
     return together if together and heads % together == 0 else 0
 
 
-def _check(program: Program) -> None:
+def check_shapes(program: Program) -> None:
     """UnsupportedError for what the kernels' fixed sizes do not hold."""
     for layer in program.expert_layers:
         if layer.top_k > _MAX_TOP_K or layer.experts > _MAX_EXPERTS:

@@ -1,9 +1,13 @@
-"""Whether a GPU could compute here, found out without taking any of it."""
+"""Whether a GPU could compute a program here, found out without taking any of it."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Collection
+
+from sparkd.errors import UnsupportedError
+from sparkd.graph.program import Program
 
 #: What `gpu_missing` says of a machine that has none.
 NO_DRIVER = "there is no GPU driver (libcuda.so.1)"
@@ -21,3 +25,17 @@ def gpu_missing() -> str:
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed (pip install 'sparkd[gpu]')"
     return ""
+
+
+def gpu_unfit(program: Program, types: Collection[str]) -> str:
+    """Why the kernels cannot compute a program whose weights are of these types; empty: they can."""
+    # A machine without a GPU never needs these.
+    from sparkd.executors.cuda_lowering import check_shapes
+    from sparkd.executors.cuda_source import TYPES
+
+    unknown = sorted(set(types) - TYPES)
+    try:
+        check_shapes(program)
+    except UnsupportedError as error:
+        return str(error)
+    return f"no kernel multiplies {', '.join(unknown)}" if unknown else ""

@@ -21,7 +21,7 @@ from typing import Literal
 
 from sparkd.config import Settings
 from sparkd.errors import BudgetError, ConfigError, DeviceError, ModelFileError, SparkError
-from sparkd.executors.gpu import NO_DRIVER, gpu_missing
+from sparkd.executors.gpu import NO_DRIVER, gpu_missing, gpu_unfit
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
@@ -77,7 +77,9 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
     fit = tightest(host_needs(program, layout, settings), limits)
     if fit.missing:
         raise _too_large(fit, model.where)
-    device, why = choose_device(settings, layout.partial, gpu_missing)
+    types = {model.tensors[name].format.name for name in layout.core}
+    types |= {piece.format.name for records in layout.layers for piece in records.pieces}
+    device, why = choose_device(settings, layout.partial, lambda: gpu_missing() or gpu_unfit(program, types))
     return Plan(
         model=model_name(model),
         path=model.where,
@@ -108,7 +110,7 @@ def choose_device(settings: Settings, partial: bool, missing: Callable[[], str])
     """What computes, and why it is not the GPU that is there, or that was asked for; empty: it is.
 
     BudgetError: a GPU is asked for, and host memory does not hold all experts: its steps cannot wait for a disk.
-    DeviceError: `memory.vram_gib` asks for GPU memory, and `missing` says that there is none.
+    DeviceError: `memory.vram_gib` asks for GPU memory, and `missing` says why no GPU can be used.
     """
     wanted = settings.worker.device
     if wanted == "cpu":

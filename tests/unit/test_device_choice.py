@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from sparkd.config import MemorySettings, Settings, WorkerSettings
 from sparkd.errors import BudgetError, DeviceError
-from sparkd.executors.gpu import NO_DRIVER, gpu_missing
+from sparkd.executors.gpu import NO_DRIVER, gpu_missing, gpu_unfit
+from sparkd.gguf.model_file import ModelFile
+from sparkd.models import build_program
 from sparkd.store.plan import choose_device
 
 HAS_NONE, NO_CUPY, HAS_ONE = NO_DRIVER, "CuPy is not installed", ""
@@ -38,6 +44,15 @@ def test_what_was_asked_for_is_done_or_refused(missing: str) -> None:
 def test_memory_of_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"^memory\.vram_gib: there is no GPU driver"):
         chosen("auto", HAS_NONE, vram_gib=8)
+
+
+def test_a_program_that_the_kernels_cannot_compute_is_known_before(model_path: Callable[[str], Path]) -> None:
+    program = build_program(ModelFile.open(model_path("laguna-tiny-s1-q4_k_m")))
+    assert gpu_unfit(program, ["Q4_K", "F32"]) == ""
+    assert gpu_unfit(program, ["Q4_K", "TQ1_0"]) == "no kernel multiplies TQ1_0"
+    wide = dataclasses.replace(program.expert_layers[0], top_k=17)
+    greedy = dataclasses.replace(program, expert_layers=(wide, *program.expert_layers[1:]))
+    assert "chooses 17 of" in gpu_unfit(greedy, ["Q4_K"])
 
 
 def test_looking_for_a_gpu_gives_a_reason_or_none() -> None:
