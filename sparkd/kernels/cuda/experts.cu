@@ -179,6 +179,9 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
     if (routed && g >= groups->count) return;
     const SharedExpert& shared = layer->shared;
     const uint64_t record = routed ? records[groups->expert[g]] : 0;
+    // What is the same for all threads lies in shared memory: registers are short here.
+    __shared__ Matrix weights[2];
+    __shared__ int x_row[COUNT], target[COUNT];
     const auto weight = [&](int pass) {
         const Piece* piece = pass == 0 ? &layer->gate : &layer->up;
         const Matrix* matrix = is_scalar ? &shared.scalar : pass == 0 ? &shared.gate : &shared.up;
@@ -186,19 +189,21 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
                       routed ? piece->type : matrix->type, routed ? piece->rows : matrix->rows,
                       routed ? piece->columns : matrix->columns, routed ? piece->row_bytes : matrix->row_bytes};
     };
-    const int rows = weight(0).rows;
-    const int per_warp = rows_per_warp(weight(0).columns);
+    const int thread = static_cast<int>(threadIdx.x);
+    const int begin = routed ? groups->first[g] : 0;
+    const int count = routed ? groups->first[g + 1] - begin : batch->rows;  // one pair of each row at most
+    if (thread < 2) weights[thread] = weight(thread);
+    if (thread < COUNT) {
+        target[thread] = !routed ? thread : thread < count ? groups->pair[begin + thread] : 0;
+        x_row[thread] = routed ? target[thread] / top_k : thread;
+    }
+    __syncthreads();
+    const int rows = weights[0].rows;
+    const int per_warp = rows_per_warp(weights[0].columns);
     const int per_block = kWarps * per_warp;
     const int first_of_block = static_cast<int>(blockIdx.x) * per_block;
     if (first_of_block >= rows) return;
 
-    const int begin = routed ? groups->first[g] : 0;
-    const int count = routed ? groups->first[g + 1] - begin : batch->rows;  // one pair of each row at most
-    int x_row[COUNT], target[COUNT];
-    for (int b = 0; b < COUNT; ++b) {
-        target[b] = !routed ? b : b < count ? groups->pair[begin + b] : 0;
-        x_row[b] = routed ? target[b] / top_k : b;
-    }
     float* inner = routed ? layer->inner : shared.inner;
     const int first = first_of_block + warp_id() * per_warp;
     const int lanes = 32 / per_warp;
@@ -206,7 +211,7 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
 #pragma unroll 1  // one copy of the products' code: two take more registers than there are
     for (int pass = 0; pass < (is_scalar ? 1 : 2) && first < rows; ++pass) {
         float y[COUNT];
-        row_products<COUNT>(weight(pass), first, in, x_row, count, stage[warp_id()], y);
+        row_products<COUNT>(weights[pass], first, in, x_row, count, stage[warp_id()], y);
         if (lane_id() % lanes != 0 || row >= rows) continue;
         for (int b = 0; b < COUNT; ++b) {
             if (b >= count) break;
@@ -271,7 +276,7 @@ extern "C" __global__ void weighted_sum(const Batch* batch, const float* ranked,
 }
 
 #define SPARK_EXPERTS(COUNT)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                            \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)                                                            \
         route_##COUNT(const Batch* batch, const uint8_t* weight, int type, int rows, int columns, int row_bytes,         \
                       const float* x, const int8_t* q256, const float* a256, const int8_t* q32, const float* a32,        \
                       float* logits, uint32_t* counter, const float* bias, int top_k, int by_sigmoid, float scale,       \
@@ -280,13 +285,13 @@ extern "C" __global__ void weighted_sum(const Batch* batch, const float* ranked,
                      {x, q256, a256, q32, a32}, logits, counter, bias, top_k, by_sigmoid != 0, scale, ids, weights,      \
                      groups);                                                                                            \
     }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                            \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)                                                            \
         gate_up_##COUNT(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer,           \
                         int top_k, const float* x, const int8_t* q256, const float* a256, const int8_t* q32,             \
                         const float* a32) {                                                                              \
         gate_up<COUNT>(batch, groups, records, layer, top_k, {x, q256, a256, q32, a32});                                 \
     }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                            \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)                                                            \
         down_##COUNT(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer) {            \
         down<COUNT>(batch, groups, records, layer);                                                                      \
     }

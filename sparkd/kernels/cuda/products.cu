@@ -147,12 +147,12 @@ extern "C" __global__ void quantise(const int* rows, const float* x, int columns
 }
 
 #define SPARK_LINEAR(COUNT)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)                                                    \
         linear_##COUNT(const Batch* batch, const Task* tasks, int count, const float* x,                  \
                        const int8_t* q256, const float* a256, const int8_t* q32, const float* a32) {                    \
         linear<COUNT>(batch, tasks, count, {x, q256, a256, q32, a32});                                           \
     }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps)                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)                                                    \
         logits_##COUNT(const Batch* batch, const uint8_t* weight, int type, int rows, int columns, int row_bytes,     \
                        const float* x, const int8_t* q256, const float* a256, const int8_t* q32, const float* a32,      \
                        float* out) {                                                                                    \

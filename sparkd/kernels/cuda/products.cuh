@@ -38,6 +38,7 @@ struct Inputs {
 };
 
 constexpr int kWarps = 4;                           // of a block that multiplies
+constexpr int kBlocks = 5;                          // of those at a time: so the compiler has registers enough and spills none
 constexpr int kTurnUnits = 64;                      // units of a row that a warp stages at a time
 constexpr int kStageBytes = kTurnUnits * 34 + 32;   // Q8_0 has the largest; 16 bytes before and after for alignment
 
