@@ -300,7 +300,8 @@ async def _with_failure(events: AsyncIterator[bytes], anthropic: bool) -> AsyncI
 def _model(name: str) -> dict[str, Any]:
     """A model in the words of both dialects."""
     made = {"id": name, "object": "model", "created": 0, "owned_by": "sparkd"}
-    return {**made, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    born = "1970-01-01T00:00:00Z"
+    return {**made, "type": "model", "display_name": name, "created_at": born, "lifecycle": "active"}
 
 
 def _error(error: ApiError, anthropic: bool) -> Response:

@@ -41,7 +41,8 @@ def body(chance: random.Random, path: str) -> dict[str, Any]:
     said = "Who are you? " * chance.choice((1, 1, 5, 60))
     made: dict[str, Any] = {"model": "spark-demo-laguna", "stream": chance.random() < 0.7}
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    made[limit] = chance.choice((1, 8, 40))
+    # What is answered whole is silent while it is made, which must not take as long as patience lasts.
+    made[limit] = chance.choice((1, 8, 40) if made["stream"] else (1, 8))
     if path == "/v1/completions":
         return made | {"prompt": said}
     if path == "/v1/responses":
