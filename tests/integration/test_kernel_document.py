@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.config import ModelSettings, Settings
+from sparkd.executors.cuda_source import kernel_names
 from sparkd.planning.shape import Shape
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,6 +20,11 @@ import roofline  # noqa: E402
 def test_the_document_is_up_to_date() -> None:
     _, _, kept = (ROOT / "docs" / "kernels.md").read_text().partition(roofline.BEGIN)
     assert "\n".join(roofline.lines(2048)) in kept, "run: python bench/roofline.py --write docs/kernels.md"
+
+
+def test_every_kernel_has_a_row() -> None:
+    document = (ROOT / "docs" / "kernels.md").read_text()
+    assert [name for name in kernel_names() if f"| {name} | " not in document.partition(roofline.BEGIN)[0]] == []
 
 
 @pytest.mark.parametrize("arch", roofline.NAMES)
