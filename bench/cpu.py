@@ -1,13 +1,15 @@
 """The CPU executor against the memory it reads and against llama.cpp, in one run.
 
     python bench/cpu.py MODEL.gguf ... [--peer PYTHON] [--threads 1 2] [--prefill 512] [--decode 64] [--rounds 3]
+    python bench/cpu.py MODEL.gguf ... --together 1 2 4 8 [--threads 1 2]
     python bench/cpu.py --types [--isa ISA ...]
 
 For each model: prompts and decode steps of sparkd and, where `--peer` names an interpreter that has llama-cpp-python
 (the extra `bench`), of llama.cpp in both its modes (weights as in the file; repacked), in turn, round by round, so that
 a machine whose speed drifts treats all alike. Figures are medians of the rounds; on the clock, and per second of
-processor time, which a busy machine disturbs less. `--types`: products of one activation row with weights of every type
-out of cache. Every table begins with what a plain read reaches.
+processor time, which a busy machine disturbs less. `--together`: decode steps of several sequences at once. `--types`:
+products of one activation row with weights of every type out of cache. Every table begins with what a plain read
+reaches.
 """
 
 from __future__ import annotations
@@ -104,14 +106,17 @@ class FileWeights:
 class Sparkd:
     """A model, with an executor for each number of threads."""
 
-    def __init__(self, path: Path, threads: Sequence[int], positions: int, isa: str) -> None:
+    def __init__(self, path: Path, threads: Sequence[int], positions: int, isa: str, sequences: int = 1) -> None:
         model = ModelFile.open(path)
         self._program = build_program(model)
         weights = FileWeights(model, self._program)
         layout = StateLayout.of(self._program, 2)
         pages = -(-positions // PAGE)
-        memory = StateMemory.allocate(layout, [pages] * len(layout.groups), 1)
-        self._tables = tuple(np.arange(pages, dtype=np.int32) for _ in layout.groups)
+        memory = StateMemory.allocate(layout, [pages * sequences] * len(layout.groups), sequences)
+        self._tables = [
+            tuple(np.arange(pages * slot, pages * (slot + 1), dtype=np.int32) for _ in layout.groups)
+            for slot in range(sequences)
+        ]
         self._executors = {
             n: NativeExecutor(self._program, weights, layout, memory, max_rows=CHUNK, threads=n, isa=isa)
             for n in threads
@@ -126,9 +131,24 @@ class Sparkd:
             *measure(lambda: [self._step(executor, *part) for part in steps]),
         )
 
+    def together(self, threads: int, sequences: int, steps: int) -> tuple[float, float]:
+        """Seconds of decode steps of some sequences at once, on the clock and of processor time."""
+        executor = self._executors[threads]
+        rows = np.arange(sequences, dtype=np.int32)
+
+        def step(position: int) -> None:
+            segments = tuple(
+                Segment(position, 1, table, slot, RowKind.DECODE) for slot, table in enumerate(self._tables[:sequences])
+            )
+            tokens = ((position * 7919 + rows * 104729) % self._program.vocab).astype(np.int32)
+            executor.step(Batch(tokens, segments, rows))
+
+        step(0)
+        return measure(lambda: [step(position) for position in range(1, steps + 1)])
+
     def _step(self, executor: NativeExecutor, start: int, count: int) -> None:
         tokens = ((start + np.arange(count)) * 7919 % self._program.vocab).astype(np.int32)
-        segment = Segment(start, count, self._tables, 0, RowKind.PREFILL)
+        segment = Segment(start, count, self._tables[0], 0, RowKind.PREFILL)
         executor.step(Batch(tokens, (segment,), np.array([count - 1], np.int32)))
 
 
@@ -201,6 +221,26 @@ def bench_model(path: Path, given: argparse.Namespace) -> None:
         print(f"| {name} | {threads} | " + " | ".join(f"{speed:.1f}" for speed in speeds) + " |")
 
 
+def bench_together(path: Path, given: argparse.Namespace) -> None:
+    print(f"\n{path.name}; a plain read by one core: {read_speed():.1f} GB/s")
+    print("| threads | sequences | tokens/s | of processor time | against one |")
+    print("| --- | --- | --- | --- | --- |")
+    machine = Sparkd(path, given.threads, given.decode + PAGE, given.isa[0], max(given.together))
+    for threads in given.threads:
+        machine.run(threads, 16, 2)  # the first use of memory is not measured
+        runs: dict[int, list[tuple[float, float]]] = {}
+        for _ in range(given.rounds):
+            for sequences in given.together:
+                runs.setdefault(sequences, []).append(machine.together(threads, sequences, given.decode))
+        speeds = {
+            sequences: [sequences * given.decode / statistics.median(seconds) for seconds in zip(*results, strict=True)]
+            for sequences, results in runs.items()
+        }
+        for sequences, (clock, used) in speeds.items():
+            ratio = clock / speeds[given.together[0]][0]
+            print(f"| {threads} | {sequences} | {clock:.1f} | {used:.1f} | {ratio:.2f} |")
+
+
 class OneTensor:
     """A weight in memory, and activations to multiply it with."""
 
@@ -269,13 +309,17 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--decode", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--together", type=int, nargs="+", default=[])
     parser.add_argument("--types", action="store_true")
     parser.add_argument("--isa", nargs="+", default=[available()[0]], choices=available())
     given = parser.parse_args()
     if given.types:
         bench_types(given.isa)
     for path in given.models:
-        bench_model(path, given)
+        if given.together:
+            bench_together(path, given)
+        else:
+            bench_model(path, given)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 The same tokens are made twice in turn: by the worker's engine alone, in this process, where the time of a token is that
 of one step (compute, sample, detokenize); and by a daemon, where it is the time between two chunks at the client. The
-difference of the two is the overhead. A ping is timed as well: its way from an app to the supervisor and back is that
-of a token from the supervisor to the app, twice. Prints a table in milliseconds. MODEL: the built-in one.
+difference of the two is the overhead. What a step of the engine takes outside of the native plan is Python's share. A
+ping is timed as well: its way from an app to the supervisor and back is that of a token from the supervisor to the app,
+twice. Prints a table in milliseconds. MODEL: the built-in one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -46,6 +48,23 @@ _CONTEXT = 2048
 _PROMPT = "Once upon a time"
 
 
+class TimedPlan:
+    """A native plan whose steps are timed."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+        self.seconds: list[float] = []
+
+    def step(self, *arguments: object) -> object:
+        began = time.perf_counter()
+        pause = self._plan.step(*arguments)
+        self.seconds.append(time.perf_counter() - began)
+        return pause
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+
 class Alone:
     """The worker's engine without a daemon around it, built as the worker builds it."""
 
@@ -61,6 +80,7 @@ class Alone:
         executor = NativeExecutor(
             program, arena, state, memory, max_rows=STEP_ROWS, threads=threads, isa=available()[0]
         )
+        self.plan = executor._plan = TimedPlan(executor._plan)
         self._texts = Texts(model.metadata, _CONTEXT, program.vocab)
         scheduler = Scheduler(STEP_ROWS, Settings().scheduler.max_step_ms / 1000)
         ends = self._texts.tokenizer.end_of_generation_ids
@@ -122,19 +142,27 @@ def main() -> None:
     size = ArenaLayout.of(build_program(model := ModelFile.open(given.model)), model).total_bytes
     with Region.create(size) as region, serving(given.model, *flags) as (client, _):
         engine = Alone(given.model, region, threads)
+        native: list[float] = []
         for number in range(given.rounds + 1):
+            engine.plan.seconds.clear()
             rounds = engine.stream(given.tokens), through_the_daemon(client, given.tokens)
             if number:
                 alone += rounds[0]
+                native += engine.plan.seconds[-len(rounds[0]) :]
                 daemon += rounds[1]
         pinged = pings(client.path, 2000)
     print(f"{given.model.name}, {threads} threads, {len(daemon)} tokens each way, milliseconds\n")
     print("| | p50 | p99 | mean |\n| --- | --- | --- | --- |")
-    rows = {"a step of the engine alone": alone, "token to token at the client": daemon}
+    rows = {
+        "a step of the engine alone": alone,
+        "of it in native code": native,
+        "token to token at the client": daemon,
+    }
     for name, times in rows.items():
         print(_row(name, _figures(times)))
     print(_row("added", _figures(daemon) - _figures(alone)))
     print(_row("a ping there and back", _figures(pinged)))
+    print(f"\nPython's share of a step: {1 - sum(native) / sum(alone):.2%}")
 
 
 def _figures(seconds: list[float]) -> np.ndarray:

@@ -17,6 +17,8 @@ namespace {
 
 using row_products::QuantisedRow;
 
+// Of weights that several activation rows are multiplied with one after the other: less than the nearest cache.
+constexpr int64_t kStretchBytes = 16384;
 // Rows of types with code books that are unpacked at a time.
 constexpr int kCodedRows = 4;
 
@@ -60,9 +62,12 @@ template <class T>
 void integers(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
               void* memory) {
     if (count >= tile_products::kWorthUnpacking) return tiles<T>(w, begin, end, x, targets, count, memory);
-    for (int64_t i = 0; i < count; ++i)
-        row_products::products<T>(w.row(begin), w.row_bytes(), end - begin, w.columns, quantised(x, targets[i].row),
-                                  targets[i].out + begin);
+    // Weight rows come from memory once: those of a stretch serve all activation rows from the cache.
+    const int64_t stretch = std::max<int64_t>(8, kStretchBytes / w.row_bytes() / 8 * 8);
+    for (int64_t first = begin; first < end; first += stretch)
+        for (int64_t i = 0; i < count; ++i)
+            row_products::products<T>(w.row(first), w.row_bytes(), std::min(stretch, end - first), w.columns,
+                                      quantised(x, targets[i].row), targets[i].out + first);
 }
 
 // `rows` <= kRows weight rows from `w`, which are those from `first` on of the weight.
