@@ -270,35 +270,36 @@ class OneTensor:
         return []
 
 
-def product_speed(format: Format, isa: str, columns: int = 2048, megabytes: int = 256) -> float:
-    """GB of weights per second of processor time, one thread."""
-    weights = OneTensor(format, columns, megabytes)
-    x = ops.Value("x", columns)
+def one_row(weights: OneTensor, isa: str) -> Callable[[], float]:
+    """Measures products of one activation row, one thread: GB of weights per second of processor time."""
+    x = ops.Value("x", weights.columns)
     program_ops = (
-        ops.Embed(ops.Weight("activations", 1, columns), x),
-        ops.Logits(x, ops.Weight("weight", weights.rows, columns)),
+        ops.Embed(ops.Weight("activations", 1, weights.columns), x),
+        ops.Logits(x, ops.Weight("weight", weights.rows, weights.columns)),
     )
-    program = Program("bench", columns, weights.rows, PAGE, program_ops, *[()] * 5)
+    program = Program("bench", weights.columns, weights.rows, PAGE, program_ops, *[()] * 5)
     layout = StateLayout.of(program, 2)
     memory = StateMemory.allocate(layout, (), 0)
     executor = NativeExecutor(program, weights, layout, memory, max_rows=1, threads=1, isa=isa)
     zero = np.zeros(1, np.int32)
     batch = Batch(zero, (Segment(0, 1, (), 0, RowKind.DECODE),), zero)
-    return weights.table.nbytes / min(measure(lambda: executor.step(batch))[1] for _ in range(5)) / 1e9
+    return lambda: weights.table.nbytes / measure(lambda: executor.step(batch))[1] / 1e9
 
 
-def bench_types(isas: Sequence[str]) -> None:
-    print("| type | " + " | ".join(f"{isa} GB/s (of a plain read)" for isa in isas) + " |")
-    print("| --- |" + " --- |" * len(isas))
+def bench_types(isas: Sequence[str], rounds: int) -> None:
+    """Medians of rounds in which a plain read and every instruction set have their turn."""
+    print("| type | a plain read, GB/s | " + " | ".join(f"{isa} (of a plain read)" for isa in isas) + " |")
+    print("| --- | --- |" + " --- |" * len(isas))
+    plain = np.ones(256 << 18, np.float32)
     for format in FORMATS_BY_NAME.values():
         if format.arithmetic is None:
             continue
-        cells = []
-        for isa in isas:
-            roof = read_speed(128)
-            speed = product_speed(format, isa)
-            cells.append(f"{speed:.1f} ({speed / roof:.0%})")
-        print(f"| {format.name} | " + " | ".join(cells) + " |", flush=True)
+        weights = OneTensor(format, 2048, 256)
+        ways = [lambda: plain.nbytes / measure(plain.max)[1] / 1e9, *[one_row(weights, isa) for isa in isas]]
+        speeds = [[way() for way in ways] for _ in range(rounds)]
+        roof, *found = (statistics.median(column) for column in zip(*speeds, strict=True))
+        cells = [f"{speed:.1f} ({speed / roof:.0%})" for speed in found]
+        print(f"| {format.name} | {roof:.1f} | " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
@@ -314,7 +315,7 @@ def main() -> None:
     parser.add_argument("--isa", nargs="+", default=[available()[0]], choices=available())
     given = parser.parse_args()
     if given.types:
-        bench_types(given.isa)
+        bench_types(given.isa, given.rounds)
     for path in given.models:
         if given.together:
             bench_together(path, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from sparkd.executors.base import Batch, RowKind, Segment, StepResult
 from sparkd.executors.cuda import CudaExecutor
+from sparkd.executors.cuda_device import CudaDevice
+from sparkd.executors.device import Device
 from sparkd.executors.native import NativeExecutor, StateMemory
 from sparkd.executors.weights import Piece, Stored, Weights
 from sparkd.gguf.formats import FORMATS_BY_NAME, Format
@@ -30,6 +33,13 @@ from sparkd.store.residents import Residents
 from sparkd.worker.state import Holding, PoolSize, StatePool
 
 F32 = FORMATS_BY_NAME["F32"]
+#: "cuda" has the tests of kernels and models run on a real GPU (bench/gpu_check.py); else they run in the emulator.
+DEVICE = os.environ.get("SPARKD_TEST_DEVICE", "host")
+
+
+def card(*, seed: int, order: str) -> Device:
+    """What the CUDA executor of a pair runs on; a real GPU chooses the order of threads by itself."""
+    return CudaDevice() if DEVICE == "cuda" else HostDevice(seed=seed, order=order)
 
 
 @contextmanager
@@ -106,7 +116,7 @@ class Pair:
         self,
         program: Program,
         weights: Weights,
-        device: HostDevice,
+        device: Device,
         *,
         kv_bytes: int = 2,
         sequences: int = 4,

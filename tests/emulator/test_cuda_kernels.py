@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from host_device import HostDevice
 from numpy.typing import NDArray
-from pairs import F32, MadeWeights, Pair
+from pairs import F32, MadeWeights, Pair, card
 
 from sparkd.errors import RequestError
 from sparkd.executors.base import Batch
@@ -67,7 +66,7 @@ def run(
     rng = np.random.default_rng(seed)
     head = rng.normal(size=(logits.weight.rows, logits.weight.columns)).astype(np.float32)
     weights = MadeWeights({"head": (head, F32), **tensors}, *options.pop("records", ((), ())))
-    pair = Pair(made, weights, HostDevice(seed=seed, order=order), counts=(8,), keep=keep, **options)
+    pair = Pair(made, weights, card(seed=seed, order=order), counts=(8,), keep=keep, **options)
     sequence = pair.start()
     for tokens in steps:
         pair.step((sequence, tokens))
@@ -268,7 +267,7 @@ def test_the_best_token_is_the_one_that_the_sampler_takes(vocab: int, best_of: i
     rows[:, 0] = 1.0
     made = program([ops.Embed(Weight("x", ROWS, 32), x)], x, vocab=vocab)
     weights = MadeWeights({"head": (head, F32), "x": (rows, F32)})
-    pair = Pair(made, weights, HostDevice(seed=seed, order="random"), counts=(8,))
+    pair = Pair(made, weights, card(seed=seed, order="random"), counts=(8,))
     for length in (1, 3, ROWS + 2):
         batch = Batch(np.zeros(length, np.int32), pair.segments(length), np.arange(length, dtype=np.int32), best_of)
         logits, found = pair.native.step(batch).logits, pair.cuda.step(batch)

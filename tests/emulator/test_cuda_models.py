@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host_device import HostDevice
-from pairs import Pair, loaded
+from pairs import Pair, card, loaded
 
 from sparkd.errors import DeviceError
 
@@ -31,7 +31,7 @@ def test_a_model_says_the_same_token_by_token(
     """A prompt, then three sequences decoding together, one of them joined late; logits and experts of every row."""
     rng = np.random.default_rng(seed)
     with loaded(model_path(name)) as arena:
-        pair = Pair(arena.program, arena, HostDevice(seed=seed, order=order))
+        pair = Pair(arena.program, arena, card(seed=seed, order=order))
         first, second = pair.start(), pair.start()
         vocab = arena.program.vocab
         result = pair.step((first, rng.integers(0, vocab, 67).tolist()[:64]))

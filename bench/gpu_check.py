@@ -1,0 +1,217 @@
+"""Whether a GPU gives the bits of the CPU, and how fast it is: one command wherever a card appears.
+
+    python bench/gpu_check.py [MODEL.gguf ...] [--vram 4 8 16] [--out FOLDER] [--device cuda]
+
+Needs this checkout with its test dependencies, CuPy, and a driver; no network. In order:
+
+    same bits     the tests of every kernel and of whole models (tests/emulator), run on the card
+    the link      registering host memory where it lies; copies to the card by size, alone and beside a replay
+    decode        the whole daemon with each model, the built-in one by default, at each limit of `memory.vram_gib`: the
+                  tokens must be those of the CPU; tokens per second at the residency that came of it
+
+Each part goes on where another failed. Writes gpu_check.md and gpu_check.json into FOLDER (the present one), prints the
+tables, and ends with 1 if anything differed or failed. `--device host` runs the first two parts on the host instead: it
+shows that this script works, and its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from serving import serving
+
+from spark_client import messages
+from sparkd.demo.main import MODEL
+from sparkd.executors.cuda_device import CudaDevice
+from sparkd.executors.device import Device, Stream
+from sparkd.executors.gpu import gpu_missing
+from sparkd.ipc.memory import Region
+
+ROOT = Path(__file__).parents[1]
+TESTS = ["tests/emulator/test_cuda_kernels.py", "tests/emulator/test_cuda_models.py"]
+MIB = 1 << 20
+_PROMPT = "Once upon a time there was a little fox who"
+
+
+@dataclass
+class Table:
+    """One table of the report."""
+
+    title: str
+    heads: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """As it is printed."""
+        lines = [f"## {self.title}", "", "| " + " | ".join(self.heads) + " |", "|" + " --- |" * len(self.heads)]
+        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in self.rows), ""])
+
+
+class Failed(Exception):
+    """Something was not as it has to be."""
+
+
+def same_bits(device: str) -> Table:
+    """The tests of kernels and models. Failed with the end of what pytest said."""
+    table = Table("Same bits", ["tests", "outcome", "seconds"])
+    for tests in TESTS:
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-m", "not soak", tests]
+        run = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"SPARKD_TEST_DEVICE": device}, capture_output=True, text=True
+        )
+        said = (run.stdout + run.stderr).strip().splitlines() or ["pytest said nothing"]
+        table.rows.append([tests, said[-1], f"{time.perf_counter() - began:.0f}"])
+        if run.returncode:
+            raise Failed("\n".join([table.markdown(), *said[-40:]]))
+    return table
+
+
+def seconds(stream: Stream, work: Callable[[], None], times: int = 5) -> float:
+    """The least of some runs that are waited for."""
+    found = []
+    for _ in range(times):
+        stream.synchronize()
+        began = time.perf_counter()
+        work()
+        stream.synchronize()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def link(device: Device, most: int) -> Table:
+    """Registration and copies of up to `most` bytes of a region as the store makes it."""
+    table = Table("The link", ["what", "bytes", "seconds", "GB/s"])
+
+    def row(what: str, size: int, took: float) -> None:
+        table.rows.append([what, str(size), f"{took:.6f}", f"{size / took / 1e9:.2f}"])
+
+    region = Region.create(most)
+    try:
+        np.frombuffer(region.mapping.bytes, np.uint8)[:] = 1  # pages that were never touched take longer
+        began = time.perf_counter()
+        there = device.register(region.address, most)
+        row("register host memory", most, time.perf_counter() - began)
+        stream = device.stream()
+        target, other = device.allocate(most), device.allocate(most)
+        size = most
+        while size >= 64 << 10:
+            row("host to card", size, seconds(stream, lambda size=size: device.copy(stream, target, there, size)))
+            size //= 8
+        row("within the card", most, seconds(stream, lambda: device.copy(stream, other, target, most)))
+        graph = device.capture(lambda captured: device.zero(captured, other, most))
+        row("a replayed graph that clears", most, seconds(stream, lambda: graph.replay(stream)))
+        beside = device.stream()
+
+        def both() -> None:
+            device.copy(beside, target, there, most)
+            graph.replay(stream)
+            beside.synchronize()
+
+        row("host to card, beside that graph", most, seconds(stream, both))
+        found = np.zeros(most, np.uint8)
+        device.download(stream, target, found)
+        stream.synchronize()
+        if not (found == 1).all():
+            raise Failed(f"{np.count_nonzero(found != 1)} of {most} copied bytes came out wrong")
+        device.free(target)
+        device.free(other)
+    finally:
+        region.close()
+    return table
+
+
+def decode(models: list[Path], limits: list[float], tokens: int) -> Table:
+    """Whole daemons. Failed where a card gives other tokens than the CPU."""
+    table = Table("Decode", ["model", "memory.vram_gib", "experts in slots", "tokens/s", "of the CPU's", "tokens"])
+    different = []
+    for model in models:
+        expected, alone = stream(model, tokens, "--worker-device", "cpu")[:2]
+        table.rows.append([model.name, "CPU", "", f"{alone:.1f}", "1.00", ""])
+        for limit in limits:
+            flags = ("--worker-device", "cuda", "--memory-vram-gib", str(limit))
+            found, speed, resident = stream(model, tokens, *flags)
+            same = found == expected
+            verdict = "equal" if same else "DIFFERENT"
+            row = [model.name, f"{limit:g}", resident, f"{speed:.1f}", f"{speed / alone:.2f}", verdict]
+            table.rows.append(row)
+            if not same:
+                different.append(f"{model.name} at {limit:g} GiB")
+    if different:
+        raise Failed(table.markdown() + f"\nother tokens than the CPU's: {', '.join(different)}")
+    return table
+
+
+def stream(model: Path, tokens: int, *flags: str) -> tuple[list[int], float, str]:
+    """Greedy tokens of a daemon's second answer (the first one warms it), tokens per second, experts in slots."""
+    with serving(model, *flags) as (client, _):
+        for _ in range(2):
+            said, speed = [], 0.0
+            with client.generate(_PROMPT, max_tokens=tokens, ignore_eos=True) as answer:
+                for event in answer.events(600):
+                    if isinstance(event, messages.Chunk):
+                        said += list(event.tokens)
+                    if isinstance(event, messages.Finished):
+                        speed = (event.output_tokens - 1) / event.timings.decode_s
+        device = client.status().get("device") or {}
+        resident = f"{device['resident']} of {device['records']}" if device else ""
+        return said, speed, resident
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="*", default=[MODEL])
+    parser.add_argument("--vram", type=float, nargs="+", default=[0.0], help="limits in GiB; 0: the whole card (0)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of an answer (256)")
+    parser.add_argument("--most-mib", type=int, default=1024, help="the largest copy, MiB (1024)")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the report (the present one)")
+    parser.add_argument("--device", choices=["cuda", "host"], default="cuda")
+    given = parser.parse_args()
+    if given.device == "cuda" and (missing := gpu_missing()):
+        print(f"gpu_check: nothing was checked: {missing}", file=sys.stderr)
+        return 1
+    parts: dict[str, Callable[[], Table]] = {
+        "same bits": lambda: same_bits(given.device),
+        "the link": lambda: link(open_device(given.device), given.most_mib * MIB),
+    }
+    if given.device == "cuda":
+        parts["decode"] = lambda: decode(given.models, given.vram, given.tokens)
+    tables: list[Table] = []
+    failures: dict[str, str] = {}
+    for name, part in parts.items():
+        try:
+            tables.append(part())
+            print(tables[-1].markdown(), flush=True)
+        except Exception as error:  # the other parts may tell why
+            failures[name] = str(error) if isinstance(error, Failed) else traceback.format_exc()
+            print(f"{name} FAILED\n{failures[name]}\n", flush=True)
+    report = [table.markdown() for table in tables] + [f"## {n} FAILED\n\n```\n{e}\n```\n" for n, e in failures.items()]
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "gpu_check.md").write_text("\n".join(report))
+    said = {"device": given.device, "tables": [asdict(table) for table in tables], "failures": failures}
+    (given.out / "gpu_check.json").write_text(json.dumps(said, indent=1))
+    return 1 if failures else 0
+
+
+def open_device(name: str) -> Device:
+    """The card, or what the tests have instead of one."""
+    if name == "cuda":
+        return CudaDevice()
+    sys.path.insert(0, str(ROOT / "tests" / "emulator"))
+    from host_device import HostDevice
+
+    return HostDevice(size=4 << 30)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
