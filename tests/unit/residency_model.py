@@ -372,3 +372,59 @@ class Tier:
 
     def warmth(self, record: Record) -> float:
         return max(self.heat.get(record, 0.0), self.welcome[record])
+
+
+IDLE = [Steps(0, 0)]
+
+
+def kinds(commands):
+    return [type(command) for command in commands]
+
+
+def one_layer(slots: int, reserve: int, experts: int = 20, spare: int = 0, workers: int = 2) -> Tier:
+    return Tier([LayerSize(0, experts)], [SlabSize(slots, reserve, spare)], workers)
+
+
+def resident(tier: Tier, *experts: int) -> list[Record]:
+    """Admit experts of layer 0, in that order, and publish them."""
+    records = [Record(0, expert) for expert in experts]
+    tier.admit(records)
+    for copy in list(tier.copies):
+        tier.copied(copy)
+    tier.publish()
+    assert all(record in tier.words for record in records)
+    return records
+
+
+class Stepper:
+    """A worker's step: expert layer after expert layer, the absent records staged part by part."""
+
+    def __init__(self, tier: Tier, worker: int, wanted: list[list[Record]], use: Use) -> None:
+        self.tier, self.worker, self.use = tier, worker, use
+        self.left = [list(records) for records in wanted]
+        self.lease: int | None = None
+        self.computed = 0
+        tier.begin(worker)
+
+    def advance(self) -> bool:
+        """Do what can be done now; false once the step has ended."""
+        tier = self.tier
+        if self.lease is not None:
+            if tier.asked[self.lease].places is not None:
+                self.computed += len(tier.asked[self.lease].records)
+                tier.release(self.lease)
+                self.lease = None
+            return True
+        while self.left and not self.left[0]:
+            self.left.pop(0)
+        if not self.left:
+            tier.end(self.worker)
+            return False
+        here = [record for record in self.left[0] if record in tier.words]
+        self.computed += len(here)
+        absent = [record for record in self.left[0] if record not in tier.words]
+        part = tier.part(absent[0].layer, [record.expert for record in absent]) if absent else []
+        self.left[0] = absent[len(part) :]
+        if part:
+            self.lease = tier.stage(self.worker, part, self.use)
+        return True
