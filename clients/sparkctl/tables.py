@@ -13,8 +13,8 @@ from rich.text import Text
 
 from sparkctl.plain import printable
 
-#: Columns of a table that goes into a file or pipe.
-PIPE_WIDTH = 120
+#: Columns of what goes into a file or pipe: more than any table has, so that a row stays a line.
+PIPE_WIDTH = 1000
 _GIB = 1 << 30
 
 

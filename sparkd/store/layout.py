@@ -17,7 +17,7 @@ gate and up are fused in the file makes no difference to that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkd.errors import UnsupportedError
@@ -27,6 +27,7 @@ from sparkd.gguf.reader import Tensor
 from sparkd.graph.ops import Op, Weight
 from sparkd.graph.program import ExpertLayer, Program
 from sparkd.ipc.directory import Directory
+from sparkd.ipc.internal import Tier
 from sparkd.ipc.mapping import HUGE_PAGE
 from sparkd.residency.sizing import SlabNeed, size_slabs, smallest_slabs
 from sparkd.residency.slabs import SlabSize
@@ -226,6 +227,20 @@ def weights_bytes(layer: ExpertLayer, model: ModelFile) -> int:
 def shard_entry_bytes(shard: Shard) -> int:
     """Bytes of a shard's entry in the arena."""
     return _up(SHARD_ENTRY + len(bytes(shard.path)) + len(shard.header), ALIGNMENT)
+
+
+def told_tier(tier: str, model: str, layout: ArenaLayout, sizes: Iterable[SlabSize] | None = None) -> Tier:
+    """A tier as the calibrator is told of it; `sizes` are its slabs', those of the arena unless given."""
+    sizes = [slab.size for slab in layout.slabs] if sizes is None else list(sizes)
+    return Tier(
+        model=model,
+        tier=tier,
+        slabs=[layer.slab for layer in layout.layers],
+        experts=[layer.experts for layer in layout.layers],
+        record_bytes=[slab.record_bytes for slab in layout.slabs],
+        slots=[size.ordinary for size in sizes],
+        spare=[size.spare for size in sizes],
+    )
 
 
 def _weights(op: Op) -> Iterator[Weight]:

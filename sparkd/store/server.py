@@ -10,14 +10,14 @@ from sparkd.errors import ModelFileError
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
 from sparkd.ipc.child import Child, ChildArguments
-from sparkd.ipc.internal import ChildProgress, Placement, Ready, StatusAnswer, StatusQuery, Tier
+from sparkd.ipc.internal import ChildProgress, Placement, Ready, StatusAnswer, StatusQuery
 from sparkd.ipc.memory import Region
 from sparkd.ipc.messages import Message, MessageError
 from sparkd.ipc.sockets import PeerGone, PeerSlow, Router
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
 from sparkd.store.copier import Copier
-from sparkd.store.layout import ArenaLayout
+from sparkd.store.layout import ArenaLayout, told_tier
 from sparkd.store.loader import LoadCancelled, Loader
 from sparkd.store.plan import model_name, open_model
 from sparkd.store.residents import Residents
@@ -54,7 +54,7 @@ class StoreServer:
         self._child.watch(lambda: self._loader.done)
         if self._arena.layout.partial:
             # Told before the load: a placement that comes in time is loaded first.
-            self._child.send(describe(self._service.model, self._arena.layout))
+            self._child.send(told_tier(TIER, self._service.model, self._arena.layout))
         ready = False
         patience = _PROGRESS_S
         while self._child.running:
@@ -130,20 +130,6 @@ class StoreServer:
         except PeerSlow as error:
             _log.warning("%s", error)
             self._service.unsent(reply)
-
-
-def describe(model: str, layout: ArenaLayout) -> Tier:
-    """The tier for the calibrator."""
-    sizes = [slab.size for slab in layout.slabs]
-    return Tier(
-        model=model,
-        tier=TIER,
-        slabs=[layer.slab for layer in layout.layers],
-        experts=[layer.experts for layer in layout.layers],
-        record_bytes=[slab.record_bytes for slab in layout.slabs],
-        slots=[size.ordinary for size in sizes],
-        spare=[size.spare for size in sizes],
-    )
 
 
 def open_arena(region: Region, settings: Settings, fingerprint: str = "") -> Arena:

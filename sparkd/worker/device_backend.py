@@ -36,6 +36,7 @@ from sparkd.residency.device_budget import (
 )
 from sparkd.residency.placement import Placement, PlacementError
 from sparkd.store.arena import Arena
+from sparkd.store.layout import told_tier
 from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.backend import computed_with
 from sparkd.worker.device_slots import DeviceSlots
@@ -121,15 +122,7 @@ class DeviceBackend:
     def tiers(self) -> list[Tier]:
         """The tier, unless every expert has a slot; again when it has shrunk."""
         layout, sizes = self._arena.layout, self._tier.sizes()
-        tier = Tier(
-            model=self._model,
-            tier=TIER,
-            slabs=[layer.slab for layer in layout.layers],
-            experts=[layer.experts for layer in layout.layers],
-            record_bytes=[slab.record_bytes for slab in layout.slabs],
-            slots=[size.ordinary for size in sizes],
-            spare=[size.spare for size in sizes],
-        )
+        tier = told_tier(TIER, self._model, layout, sizes)
         records = [slab.records for slab in layout.slabs]
         whole = all(size.ordinary >= count for size, count in zip(sizes, records, strict=True))
         if whole or tier == self._told:
