@@ -85,5 +85,5 @@ $(VENV)/.base: $(NATIVE) | $(BIN)/python
 # sparkd is there already, so that this adds only what its tests need.
 $(VENV)/.test: $(VENV)/.base
 	@echo "Installing the test dependencies into $(VENV) ..."
-	$(PIP) install 'sparkd[test]'
+	$(PIP) install 'sparkd[test,clients]'
 	@touch $@
