@@ -79,13 +79,13 @@ def test_without_systemd_nothing_is_said_and_nothing_breaks(tmp_path: Path) -> N
     lonely.alive(0.0)
 
 
-@pytest.mark.parametrize(("meant", "fed"), [(str(os.getpid()), True), ("1", False), (None, True)])
+@pytest.mark.parametrize(("meant", "fed"), [("own", True), ("1", False), (None, True)])
 def test_the_environment_says_where_and_how_often_and_is_read_once(
     manager: Manager, meant: str | None, fed: bool
 ) -> None:
     environment = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "3000000", "OTHER": "stays"}
     if meant is not None:
-        environment["WATCHDOG_PID"] = meant
+        environment["WATCHDOG_PID"] = str(os.getpid()) if meant == "own" else meant
     notify = Notifier.take(environment)
     assert environment == {"OTHER": "stays"}
     notify.alive(0.0)
