@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from sparkctl import shell
 from sparkd import __version__, log
-from sparkd.config import Settings, keys, load, load_with_origins
+from sparkd.config import Settings, documented, keys, load, load_with_origins
 from sparkd.errors import ConfigError, SparkError
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -23,7 +23,15 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    return shell.run("sparkd", (SparkError,), lambda: _dispatch(_parser().parse_args(argv)))
+    return shell.run("sparkd", (SparkError,), lambda: _dispatch(_parsed(argv)))
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; one that a command does not know is refused with the usage of that command."""
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def _dispatch(args: argparse.Namespace) -> int:
@@ -41,7 +49,10 @@ def _dispatch(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     settings = load(_files(args), flags=_flags(args))
     if not settings.model.path:
-        raise ConfigError("no model to serve", fix="name one: sparkd serve MODEL.gguf, or set model.path")
+        raise ConfigError(
+            "no model to serve",
+            fix="name one: sparkd serve MODEL.gguf, or set model.path; 'sparkd demo' shows the built-in one",
+        )
     from spark_client.address import find_socket
     from sparkd.ipc.sockets import RunDirectory
     from sparkd.supervisor.main import run
@@ -98,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sparkd",
         description="Serve a big Mixture-of-Experts model from a GGUF file to the apps of this machine.",
-        epilog="'sparkd COMMAND --help' shows options and an example; 'sparkctl' talks to a running daemon.",
+        epilog="'sparkd COMMAND --help' shows options and an example; 'sparkctl' talks to a running daemon. "
+        "Example: sparkd serve model.gguf",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sparkd {__version__}")
@@ -149,7 +161,7 @@ def _positive(text: str) -> int:
 
 
 def _command(commands: _Commands, name: str, usage: str, summary: str, example: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
+    made = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
@@ -158,6 +170,8 @@ def _command(commands: _Commands, name: str, usage: str, summary: str, example: 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    made.set_defaults(parser=made)
+    return made
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +181,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     values = {int: "N", float: "X", bool: "true|false", str: "VALUE"}
     groups: dict[str, argparse._ArgumentGroup] = {}
+    said = documented()
     for section, key, kind in keys():
         body = getattr(Settings(), section)
         if section not in groups:
@@ -175,7 +190,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             f"--{section}-{key}".replace("_", "-"),
             dest=f"{section}.{key}",
             metavar=values[kind],
-            help=f"default: {json.dumps(getattr(body, key))}",
+            help=f"{said[section, key]} Default: {json.dumps(getattr(body, key))}".replace("%", "%%"),
         )
 
 

@@ -217,6 +217,21 @@ def keys() -> Iterator[tuple[str, str, type]]:
             yield section, key.name, type(key.default)
 
 
+def documented() -> dict[tuple[str, str], str]:
+    """What `config.toml`, which lies beside this module, says of each (section, key), in one line."""
+    said: dict[tuple[str, str], str] = {}
+    section, comment, begun = "", "", False
+    for line in Path(__file__).with_name("config.toml").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            comment = f"{comment} {line[1:].strip()}" if begun else line[1:].strip()
+        elif line.startswith("["):
+            section = line.strip("[]")
+        elif line:
+            said[section, line.partition(" ")[0]] = comment
+        begun = line.startswith("#")
+    return said
+
+
 def config_files() -> list[Path]:
     """Files that are read when none is named: the system's, the user's. ConfigError if one cannot be looked for."""
     folders = [Path("/etc")]

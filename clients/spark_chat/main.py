@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
+from importlib.metadata import version
 
 from spark_chat.session import Session
 from spark_client import Parameters, SparkClientError
@@ -24,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    parameters: Parameters = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    parameters: Parameters = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "max_tokens": args.max_tokens,
+        "parts": True,
+    }
     if args.seed is not None:
         parameters["seed"] = args.seed
     if args.tag:
@@ -43,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--socket", type=Path, metavar="PATH", help="client socket of the daemon")
+    parser.add_argument("--version", action="version", version=f"spark-chat {version('sparkd')}")
+    shell.add_socket(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument("--think", action="store_true", help="let the model think first")
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="most tokens of an answer (1024)")

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from spark_chat.conversation import Conversation
 from spark_client import Chunk, Client, ConnectionFailed, Finished, Parameters, Progress, RequestFailed, Stream
-from sparkctl.plain import printable
+from sparkctl.plain import counted, printable
+from sparkctl.speaker import Speaker
 
 HELP = """\
 /help           this list
@@ -104,7 +105,7 @@ class Session:
             case "/help":
                 self._note(HELP)
             case "/clear":
-                self._note(f"forgot {self._conversation.turns} turns")
+                self._note(f"forgot {counted(self._conversation.turns, 'turn')}")
                 self._conversation.clear()
             case "/system":
                 self._system(rest.strip())
@@ -150,17 +151,19 @@ class Session:
         self._conversation.hear(stream.text)
 
     def _show(self, stream: Stream) -> None:
-        waiting = False
+        waiting, speaker = False, Speaker()
         for event in stream.events():
             match event:
                 case Progress() if self._terminal:
                     waiting = True
                     self._write(_WIPE + _doing(event))
                 case Chunk():
-                    self._write((_WIPE if waiting else "") + self._clean(event.text))
+                    self._write(_WIPE if waiting else "")
                     waiting = False
+                    speaker.say(event)
                 case Finished():
-                    self._write(_WIPE if waiting else "" if stream.text.endswith("\n") else "\n")
+                    self._write(_WIPE if waiting else "")
+                    speaker.end()
                     if event.reason == "length" and self._interactive:
                         self._note(f"(stopped after {event.output_tokens} tokens; --max-tokens allows more)")
 
@@ -170,9 +173,6 @@ class Session:
         return self._client
 
     # ---- output ----
-
-    def _clean(self, text: str) -> str:
-        return printable(text) if self._terminal else text
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
@@ -186,5 +186,5 @@ class Session:
 
 def _doing(progress: Progress) -> str:
     if progress.stage == "queued":
-        return f"({progress.position} requests before this one)"
+        return f"({counted(progress.position, 'request')} before this one)"
     return f"(reading, {100 * progress.done // max(progress.total, 1)} %)"

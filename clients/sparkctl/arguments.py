@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import TypeAlias
 
+from sparkctl.shell import add_socket, path
 from sparkd import __version__
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -19,7 +20,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="sparkctl",
         description="Look at a running sparkd, ask it for text, inspect model files.",
         epilog="The socket is found through $SPARKD_SOCKET_PATH, $SPARKD_RUN_DIR, $RUNTIME_DIRECTORY, then "
-        "$XDG_RUNTIME_DIR/sparkd and /run/sparkd. 'sparkctl COMMAND --help' shows options and an example.",
+        "$XDG_RUNTIME_DIR/sparkd and /run/sparkd. 'sparkctl COMMAND --help' shows options and an example. "
+        "Example: sparkctl status --watch",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sparkctl {__version__}")
@@ -40,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: _Commands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
+    made = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
@@ -48,10 +50,12 @@ def _command(commands: _Commands, name: str, summary: str, example: str) -> argp
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    made.set_defaults(parser=made)
+    return made
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", type=_path, metavar="PATH", help="client socket of the daemon")
+    add_socket(parser)
     parser.add_argument(
         "--timeout", type=_seconds, default=10.0, metavar="S", help="seconds to wait for an answer (default: 10)"
     )
@@ -96,9 +100,7 @@ def _add_plan(commands: _Commands) -> None:
         "  sparkctl plan model.gguf --gpu rtx-3090 --vram 16 --context 32768\n"
         "  sparkctl plan model.gguf --host 16 --vram 8 --link pcie3x16 --json",
     )
-    parser.add_argument(
-        "model", type=_path, help="GGUF file, any part of a split set, or a folder that holds one model"
-    )
+    parser.add_argument("model", type=path, help="GGUF file, any part of a split set, or a folder that holds one model")
     parser.add_argument(
         "--host", type=_size, metavar="GIB", help="host memory for the weights (default: what this machine has)"
     )
@@ -112,10 +114,15 @@ def _add_plan(commands: _Commands) -> None:
         "--link", type=_text, metavar="NAME|GB/s", help="between host and card (default: the card's own; pcie4x16, 25)"
     )
     parser.add_argument("--ring", type=_slots, metavar="N", help="ring slots of each expert layer (default: 32)")
-    parser.add_argument("--host-bandwidth", type=_rate, metavar="GB/s", help="of the host's memory (default: 51.2)")
+    parser.add_argument(
+        "--host-bandwidth",
+        type=_rate,
+        metavar="GB/s",
+        help="of the host's memory (default: 51.2)",
+    )
     parser.add_argument("--disk-bandwidth", type=_rate, metavar="GB/s", help="of the disk (default: 3)")
     parser.add_argument(
-        "--config", type=_path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
+        "--config", type=path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
     )
     _add_json(parser, "bytes per tier, residency, hits, and every term of both speeds")
 
@@ -226,11 +233,11 @@ def _add_profile(commands: _Commands) -> None:
         "  sparkctl profile model.gguf --json\n"
         "  sparkctl profile model.gguf --export counts.csv --tag coding",
     )
-    parser.add_argument("model", nargs="?", type=_path, help="model file (default: the one that is served)")
+    parser.add_argument("model", nargs="?", type=path, help="model file (default: the one that is served)")
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--export", type=_path, metavar="FILE", help="write the counts: layer,expert,count; a new file")
+    way.add_argument("--export", type=path, metavar="FILE", help="write the counts: layer,expert,count; a new file")
     way.add_argument(
-        "--import", dest="import_", type=_path, metavar="FILE", help="take counts from such a file; no daemon may run"
+        "--import", dest="import_", type=path, metavar="FILE", help="take counts from such a file; no daemon may run"
     )
     parser.add_argument("--tag", metavar="NAME", help="with --export or --import: the counts of this tag alone")
     _add_connection(parser)
@@ -244,12 +251,13 @@ def _add_trace(commands: _Commands) -> None:
         "record which experts tokens are routed to, ids of experts alone, until Ctrl-C",
         "  sparkctl trace monday.npz --seconds 3600\n  python bench/policies.py --trace monday.npz",
     )
-    parser.add_argument("file", type=_path, help="file to write (.npz); it must not exist yet")
+    parser.add_argument("file", type=path, help="file to write (.npz); it must not exist yet")
     parser.add_argument(
         "--tokens", type=_tokens, default=1_000_000, metavar="N", help="end after so many tokens (default: 1000000)"
     )
     parser.add_argument("--seconds", type=_seconds, metavar="S", help="end after so many seconds")
     _add_connection(parser)
+    _add_json(parser, "the file and its tokens")
 
 
 def _add_config(commands: _Commands) -> None:
@@ -260,7 +268,7 @@ def _add_config(commands: _Commands) -> None:
         "  sparkctl config\n  SPARKD_CPU_THREADS=2 sparkctl config --json",
     )
     parser.add_argument(
-        "--config", type=_path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
+        "--config", type=path, metavar="FILE", help="read this file instead of /etc/sparkd and ~/.config/sparkd"
     )
     _add_connection(parser)
     _add_json(parser, "value, origin and running value of each setting")
@@ -285,6 +293,7 @@ def _add_control(commands: _Commands) -> None:
         parser = _command(commands, name, summary, f"  sparkctl {name}")
         parser.add_argument("--wait", type=_seconds, default=60.0, metavar="S", help=wait)
         _add_connection(parser)
+        _add_json(parser, "the process that has ended")
     parser = _command(
         commands, "reload", "have the daemon read its settings again, and show what has changed", "  sparkctl reload"
     )
@@ -302,15 +311,9 @@ def _add_logs(commands: _Commands) -> None:
         "show the daemon's log, from the journal or its file",
         "  sparkctl logs --lines 200\n  sparkctl logs --follow",
     )
-    parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="the last N lines (default: 50)")
+    parser.add_argument("-n", "--lines", type=_lines, default=50, metavar="N", help="the last N lines (default: 50)")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written from now on")
     _add_connection(parser)
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("a path is not empty")
-    return Path(text)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -365,6 +368,10 @@ def _rate(text: str) -> float:
 
 def _tokens(text: str) -> int:
     return int(_number(text, 1, 10_000_000, "a number of tokens"))
+
+
+def _lines(text: str) -> int:
+    return int(_number(text, 0, 10_000_000, "a number of lines"))
 
 
 def _slots(text: str) -> int:

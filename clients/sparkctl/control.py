@@ -45,7 +45,7 @@ def reload(args: argparse.Namespace) -> int:
     if args.json:
         write_json(outcome)
     else:
-        print("applied: " + (", ".join(outcome["applied"]) or "nothing has changed that can"))
+        print("applied: " + (", ".join(outcome["applied"]) or "nothing has changed that a reload can change"))
         if outcome["restart"]:
             print("need a restart: " + ", ".join(outcome["restart"]))
         if outcome.get("revived"):
@@ -80,7 +80,10 @@ def _end(args: argparse.Namespace, *signals: signal.Signals) -> int:
             if line and line != said:
                 print(line, file=sys.stderr, flush=True)
                 said = line
-    print(f"process {daemon.pid} has ended")
+    if args.json:
+        write_json({"pid": daemon.pid, "ended": True})
+    else:
+        print(f"process {daemon.pid} has ended")
     return 0
 
 
@@ -101,7 +104,7 @@ def _doing(client: Client | None) -> str:
     if status is None:
         return ""
     running, queued = status["requests"]["running"], status["requests"]["queued"]
-    return f"{printable(status['state'])}: {running} requests run, {queued} wait"
+    return f"{printable(status['state'])}: requests that run: {running}, that wait: {queued}"
 
 
 def _client(args: argparse.Namespace) -> Client:

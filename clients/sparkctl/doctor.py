@@ -172,6 +172,9 @@ def _running(socket: Path, timeout: float) -> Running:
 
 
 def _daemon(socket: Path, running: Running) -> Finding:
+    if not running.pid and _out_of_reach(socket):
+        what = f"{socket} is out of this user's reach, so nothing is known of who listens there"
+        return Finding("daemon", Level.WARN, what, "look as the daemon's user; socket.group lets a group in")
     if not running.pid:
         return Finding("daemon", Level.OK, f"none runs at {socket}; this is about one you start here and now")
     if not running.serves:
@@ -184,6 +187,16 @@ def _daemon(socket: Path, running: Running) -> Finding:
     if state == "degraded":
         return Finding("daemon", Level.FAIL, what, "sparkctl logs")
     return Finding("daemon", Level.OK, what)
+
+
+def _out_of_reach(socket: Path) -> bool:
+    try:
+        socket.stat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return not os.access(socket, os.W_OK, effective_ids=True)
 
 
 def _limits_of(pid: int) -> dict[str, int]:

@@ -175,6 +175,13 @@ def socket_path(client: Path) -> Finding:
             f"paths in {folder} have up to {longest} bytes, a socket may have {_PATH_BYTES}",
             "choose a shorter run directory: SPARKD_RUN_DIR, or sparkd serve --run-dir",
         )
+    if client == SYSTEM_SOCKET and not folder.exists():
+        return Finding(
+            "sockets",
+            Level.WARN,
+            f"{folder} is the service's, made when that starts; nothing names a folder for a daemon of your own",
+            "start the unit, or set XDG_RUNTIME_DIR or SPARKD_RUN_DIR, or sparkd serve --run-dir",
+        )
     there = next(part for part in (folder, *folder.parents) if part.exists())
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         if client == SYSTEM_SOCKET:
@@ -187,7 +194,7 @@ def socket_path(client: Path) -> Finding:
         return Finding(
             "sockets",
             Level.FAIL,
-            f"{there} cannot be written, so that {folder.name}/ cannot hold sockets",
+            f"{there} cannot be written, so that there can be no sockets in {folder}",
             "choose another run directory (SPARKD_RUN_DIR) or set XDG_RUNTIME_DIR",
         )
     return Finding("sockets", Level.OK, f"{client}, {longest} of {_PATH_BYTES} bytes at the longest")

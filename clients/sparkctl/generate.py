@@ -7,13 +7,15 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from spark_client import Client, Stream
+from spark_client import Chunk, Client, Stream
 from spark_client.errors import SparkClientError
-from sparkctl.plain import printable, write_json
+from sparkctl.plain import write_json
+from sparkctl.speaker import Speaker
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Generate and stream. Leaving early, also by Ctrl-C, cancels the request."""
+    parser: argparse.ArgumentParser = args.parser
     if not args.chat and (args.system is not None or args.think):
         parser.error("--system and --think need --chat")
     if args.logprobs is not None and not args.json:
@@ -65,23 +67,26 @@ def _start(client: Client, args: argparse.Namespace, prompt: str) -> Stream:
     messages = [{"role": "user", "content": prompt}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})
-    return client.chat(messages, options={"enable_thinking": True} if args.think else None, **sampling)
+    return client.chat(messages, options={"enable_thinking": True} if args.think else None, parts=True, **sampling)
 
 
 def _write(stream: Stream) -> None:
-    terminal = sys.stdout.isatty()
-    last = "\n"
-    for text in stream:
-        last = text
-        sys.stdout.write(printable(text) if terminal else text)
-        sys.stdout.flush()
-    if not last.endswith("\n"):
-        sys.stdout.write("\n")
+    speaker = Speaker()
+    for event in stream.events():
+        if isinstance(event, Chunk):
+            speaker.say(event)
+    speaker.end()
 
 
 def _document(stream: Stream) -> dict[str, object]:
     assert stream.usage is not None and stream.timings is not None
-    told = {"logprobs": [dataclasses.asdict(choice) for choice in stream.choices]} if stream.choices else {}
+    told: dict[str, object] = {}
+    if stream.reasoning:
+        told["reasoning"] = stream.reasoning
+    if stream.calls:
+        told["calls"] = [dataclasses.asdict(call) for call in stream.calls]
+    if stream.choices:
+        told["logprobs"] = [dataclasses.asdict(choice) for choice in stream.choices]
     return {
         "text": stream.text,
         "tokens": stream.tokens,

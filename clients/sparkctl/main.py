@@ -16,11 +16,18 @@ from sparkd.errors import SparkError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = make_parser()
-    return shell.run("sparkctl", (SparkClientError, SparkError), lambda: _dispatch(parser.parse_args(argv), parser))
+    return shell.run("sparkctl", (SparkClientError, SparkError), lambda: _dispatch(_parsed(argv)))
 
 
-def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; one that a command does not know is refused with the usage of that command."""
+    args, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def _dispatch(args: argparse.Namespace) -> int:
     """Import what the command needs, and nothing more, then run it."""
     match args.command:
         case "status":
@@ -46,7 +53,7 @@ def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case "generate":
             from sparkctl import generate
 
-            return generate.run(args, parser)
+            return generate.run(args)
         case "config":
             from sparkctl import config
 
@@ -70,4 +77,4 @@ def _dispatch(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case _:
             from sparkctl import tokenize
 
-            return tokenize.run(args, parser)
+            return tokenize.run(args)

@@ -23,3 +23,8 @@ def printable(text: object) -> str:
 def one_line(text: object) -> str:
     """As `printable`, without line ends."""
     return printable(text).replace("\n", "\\n")
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 turn`, `2 turns`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

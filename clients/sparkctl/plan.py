@@ -201,6 +201,9 @@ def _show(made: Forecast) -> None:
 
     out = console()
     host, device = _host_rows(made), _device_rows(made) if made.device else {}
+    if made.host.fit.limit.scope is Scope.ARENA:
+        # What is left of a limit on weights alone is told below: in this column it would add up to something else.
+        del host["slack"]
     out.print(
         facts(
             [

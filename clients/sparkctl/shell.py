@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from sparkctl.plain import one_line
 
@@ -30,6 +32,33 @@ def run(program: str, failures: tuple[type[Exception], ...], work: Callable[[], 
         # Python flushes standard output once more at exit; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def add_socket(parser: argparse.ArgumentParser) -> None:
+    """Which daemon: `socket` is None unless it was named, by itself or by the folder it lies in."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--socket", type=path, metavar="PATH", help="client socket of the daemon")
+    where.add_argument(
+        "--run-dir",
+        dest="socket",
+        type=_in_run_dir,
+        metavar="DIR",
+        help="run directory of the daemon, as of sparkd serve",
+    )
+
+
+def path(text: str) -> Path:
+    """An argument that names a file or folder; an empty one is refused."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path is not empty")
+    return Path(text)
+
+
+def _in_run_dir(text: str) -> Path:
+    # With it comes the client, which takes time that a command of another kind has no use for.
+    from spark_client.address import SOCKET_NAME
+
+    return path(text) / SOCKET_NAME
 
 
 def _open_streams() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import re
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import IO, Literal, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -22,13 +25,24 @@ def console() -> Console:
     """Standard output for tables; a pipe gets neither colours nor other control codes."""
     terminal = sys.stdout.isatty()
     return Console(
-        file=sys.stdout,
+        file=None if terminal else cast(IO[str], _Trimmed()),
         force_terminal=None if terminal else False,
         width=None if terminal else PIPE_WIDTH,
         highlight=False,
         markup=False,
         emoji=False,
     )
+
+
+class _Trimmed(io.TextIOBase):
+    """Standard output without blanks at the ends of lines."""
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def table(*columns: str, title: str = "") -> Table:
@@ -50,15 +64,17 @@ def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return made
 
 
-def bar(share: float, width: int = 20) -> Text:
+def bar(share: float) -> Text:
     """A bar that is full at share 1."""
+    width = 20 if _wide() else 8
     full = round(min(max(share, 0.0), 1.0) * width)
     filled, empty = ("█", "░") if _unicode() else ("#", ".")
     return Text.assemble((filled * full, "green"), (empty * (width - full), "dim"))
 
 
-def strip(counts: Sequence[int], width: int = 32) -> Text:
-    """Counts as a line of columns, the largest full; neighbours share a column when there are more than `width`."""
+def strip(counts: Sequence[int]) -> Text:
+    """Counts as a line of columns, the largest full; neighbours share a column when there are more than fit."""
+    width = 32 if _wide() else 12
     marks = " ▁▂▃▄▅▆▇█" if _unicode() else " .:-=+*#@"
     group = -(-len(counts) // width)
     sums = [sum(counts[start : start + group]) for start in range(0, len(counts), group)] if counts else []
@@ -91,5 +107,12 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def _wide() -> bool:
+    """Whether bars may have their full length beside the words of a table."""
+    return not sys.stdout.isatty() or shutil.get_terminal_size().columns >= 110
+
+
 def _unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
+    # While a table is shown live, rich stands before standard output.
+    out = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+    return (out.encoding or "").lower().replace("-", "").startswith("utf")

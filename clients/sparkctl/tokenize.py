@@ -9,9 +9,9 @@ from sparkctl.generate import read_text
 from sparkctl.plain import write_json
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the ids on one line, separated by spaces."""
-    text = read_text(args.text, parser)
+    text = read_text(args.text, args.parser)
     with Client(args.socket, timeout=args.timeout, name="sparkctl") as client:
         tokens = client.tokenize(text, special=args.special)
     if args.json:

@@ -19,6 +19,7 @@ import numpy as np
 
 from spark_client import Client, SparkClientError
 from spark_client.messages import TraceReply
+from sparkctl.plain import write_json
 from sparkd.errors import RequestError, SparkError
 
 #: Seconds between two questions; bytes of routed ids that are kept at most.
@@ -50,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if not written:
             args.file.unlink(missing_ok=True)
-    print(f"{tokens} tokens in {args.file}", file=sys.stderr)
+    if args.json:
+        write_json({"file": str(args.file), "tokens": tokens})
+    else:
+        print(f"{tokens} tokens in {args.file}", file=sys.stderr)
     return 0
 
 

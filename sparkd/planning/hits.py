@@ -61,7 +61,7 @@ def _hits(missed: Sequence[float], hot: Sequence[int], experts: Sequence[int], r
     if not missed:
         return Hits(1.0, 1.0, "a model without experts")
     if list(hot) == list(experts):
-        return Hits(1.0, 1.0, "every expert is there")
+        return Hits(1.0, 1.0, "the fact that every expert is there")
     both = [miss * _left(h / n, ring_slots, n - h) for miss, h, n in zip(missed, hot, experts, strict=True)]
     return Hits(1 - sum(missed) / len(missed), 1 - sum(both) / len(both), source)
 

@@ -138,7 +138,7 @@ def cpu_decode(work: Work, processor: Processor, disk: Link, position: int, hit:
 def cpu_prefill(work: Work, processor: Processor, disk: Link, position: int, rows: int, residency: float) -> Speed:
     """A chunk of `rows` of a prompt on the CPU, `residency` of the experts in host memory."""
     operations = processor.threads * THREAD_OPERATIONS
-    told = f"{processor.threads} threads, {THREAD_OPERATIONS / 1e9:.0f} G/s each with AVX-512 (measured)"
+    told = f"{processor.threads} threads, {THREAD_OPERATIONS / 1e9:.0f} G/s each with AVX-512 (measured on one machine)"
     touched = work.touched_bytes(rows)
     return Speed(
         rows,
@@ -169,5 +169,5 @@ def _link(link: Link) -> str:
 
 def _memory(processor: Processor) -> str:
     memory = f"{MEMORY_SHARE:.0%} of {processor.memory.bandwidth / 1e9:.1f} GB/s ({processor.memory.source})"
-    threads = f"{processor.threads} threads, {THREAD_BANDWIDTH / 1e9:.1f} GB/s each (measured)"
+    threads = f"{processor.threads} threads, {THREAD_BANDWIDTH / 1e9:.1f} GB/s each (measured on one machine)"
     return threads if processor.threads * THREAD_BANDWIDTH < processor.memory.bandwidth * MEMORY_SHARE else memory

@@ -39,7 +39,7 @@ def test_the_wheel_runs_on_many_machines_and_has_what_it_needs(wheel: Path) -> N
     sources = [*ROOT.glob("sparkd/kernels/common/*.h"), *ROOT.glob("sparkd/kernels/cuda/*.cu*")]
     found = {name for name in names if name.endswith((".h", ".cu", ".cuh"))}
     assert found == {str(path.relative_to(ROOT)) for path in sources}
-    assert "sparkd/demo/spark-demo-laguna.gguf" in names
+    assert {"sparkd/demo/spark-demo-laguna.gguf", "sparkd/config.toml"} <= set(names)
     for wanted in (
         "share/sparkd/config.toml",
         "share/sparkd/systemd/sparkd.service",
@@ -60,7 +60,7 @@ def test_a_fresh_environment_without_a_compiler_installs_it_and_answers(wheel: P
         [str(venv / "bin/sparkd"), "demo", "--max-tokens", "16"], **run, capture_output=True, text=True
     )
     assert "I am Spark, a tiny mixture-of-experts" in " ".join(answered.stdout.split())
-    assert (venv / "share/sparkd/config.toml").read_text() == (ROOT / "config.toml").read_text()
+    assert (venv / "share/sparkd/config.toml").read_text() == (ROOT / "sparkd/config.toml").read_text()
 
 
 def test_an_installation_from_source_without_a_compiler_says_so_in_one_line(tmp_path: Path) -> None:

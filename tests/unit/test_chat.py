@@ -69,7 +69,7 @@ def test_commands_work_in_a_pipe_and_say_their_words_aside(fake_daemon: Start) -
     text = "one\n/clear\n/system Be kind.\n/nothing\n//slash\ntwo \\\nlines\n/quit\nnever\n"
     done = piped(daemon.path, text)
     assert (done.returncode, done.stdout) == (0, "answer 1!\nanswer 1!\nanswer 2!\n")
-    assert "forgot 1 turns" in done.stderr and "no command /nothing" in done.stderr
+    assert "forgot 1 turn\n" in done.stderr and "no command /nothing" in done.stderr
     asks = daemon.of(m.Generate)
     kind = {"role": "system", "content": "Be kind."}
     assert [ask.chat for ask in asks] == [

@@ -12,6 +12,7 @@ import pytest
 
 from sparkd import config
 from sparkd.cli import main
+from sparkd.config import keys
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,16 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
         main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("usage: sparkd")
+
+
+def test_help_says_of_every_setting_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    said = config.documented()
+    assert set(said) == {(section, key) for section, key, _ in keys()}
+    assert all(len(line) > 15 for line in said.values())
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(line.split()) in shown for line in said.values() if "-" not in line)
 
 
 def test_help_loads_neither_tables_nor_arithmetic() -> None:

@@ -20,9 +20,9 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_config_toml_documents_every_key_with_its_default() -> None:
-    documented = tomllib.loads((ROOT / "config.toml").read_text())
+    documented = tomllib.loads((ROOT / "sparkd" / "config.toml").read_text())
     assert documented == config.Settings().to_dict()
-    assert config.load([ROOT / "config.toml"], {}) == config.Settings()
+    assert config.load([ROOT / "sparkd" / "config.toml"], {}) == config.Settings()
 
 
 def test_settings_survive_the_way_to_a_child() -> None:

@@ -275,7 +275,7 @@ def test_more_slots_never_hit_less():
         assert fewer.hot == fewer.ring <= hits.prior([hot + 1], [256], 0).hot
         for ring in (1, 8, 200, 256):
             assert fewer.ring < hits.prior([hot], [256], ring).ring <= 1.0
-    assert hits.prior([256], [256], 0) == hits.Hits(1.0, 1.0, "every expert is there")
+    assert hits.prior([256], [256], 0) == hits.Hits(1.0, 1.0, "the fact that every expert is there")
 
 
 def test_counts_tell_what_each_layers_busiest_experts_hit():

@@ -75,6 +75,30 @@ def test_chat_sends_system_and_user_messages(fake_daemon: Start, capsys: pytest.
     assert ask.options == {"enable_thinking": True}
 
 
+def test_the_thought_goes_beside_the_answer(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = fake_daemon(plan=lambda ask: ["Who asks", "?", "</th", "ink>", "It is", " I."])
+    assert main(["generate", "--socket", str(daemon.path), "--chat", "--think", "Hi"]) == 0
+    assert capsys.readouterr() == ("It is I.\n", "Who asks?\n")
+    assert main(["generate", "--socket", str(daemon.path), "--chat", "--think", "--json", "Hi"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["text"], told["reasoning"]) == ("It is I.", "Who asks?")
+
+
+def test_a_daemon_is_named_by_its_run_directory_as_well(fake_daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = fake_daemon()
+    assert main(["generate", "--run-dir", str(daemon.path.parent), "x"]) == 0
+    assert capsys.readouterr().out == "Hello, world\n"
+
+
+def test_what_a_command_does_not_know_is_refused_with_the_usage_of_that_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments in (["generate", "--bogus", "x"], ["generate", "--system", "x", "hi"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert capsys.readouterr().err.startswith("usage: sparkctl generate")
+
+
 def test_the_prompt_may_come_from_standard_input(
     fake_daemon: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +186,8 @@ def test_a_path_that_is_no_socket_is_named(
         ["generate", "--deadline", "-1", "x"],
         ["generate", "--think", "x"],
         ["status", "--watch", "0"],
+        ["status", "--socket", "a", "--run-dir", "b"],
+        ["logs", "-n", "-5"],
         *(["status", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "1e300", "x")),
         *(["generate", *option, "x"] for option in (["--stop", "\udcff"], ["--system", "\udcff"], ["--socket", ""])),
         ["generate", "\udcff"],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -180,8 +183,35 @@ def test_sizes_amounts_and_durations_have_fitting_units() -> None:
     assert [duration(s) for s in (0.25, 61, 7260)] == ["0.2 s", "1 min 1 s", "2 h 1 min"]
 
 
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_row_is_one_line_on_a_terminal_of_any_usual_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = document()
+    layers = [{"records": 256, "resident": 256 - i} for i in range(40)]
+    counts = [[i % 7 for i in range(256)] for _ in layers]
+    told["residency"] |= {"layers": layers}
+    told["calibration"]["decode"] |= {"counts": counts, "busiest_quarter": [0.5] * 40}
+    out = io.StringIO()
+    out.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show(told)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    rows = [line for line in text.splitlines() if re.match(r" *\d+ .* of 256", line)]
+    assert len(rows) == 40 and all(line.rstrip().endswith("50%") for line in rows)
+
+
+def test_lines_in_a_pipe_end_with_their_last_word_and_are_never_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    told = document()
+    told["processes"][1]["reason"] = "a long reason, " * 20
+    show(told)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("a long reason, " * 19 in line for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+
+
 def test_bars_and_strips_stay_within_their_width() -> None:
-    assert [bar(share, 4).plain for share in (-1.0, 0.0, 0.5, 1.0, 9.0)] == ["░░░░", "░░░░", "██░░", "████", "████"]
+    assert [bar(share).plain.count("█") for share in (-1.0, 0.0, 0.5, 1.0, 9.0)] == [0, 0, 10, 20, 20]
+    assert {len(bar(share).plain) for share in (-1.0, 0.3, 9.0)} == {20}
     assert strip([]).plain == "" and strip([0, 0]).plain == "  "
     assert strip([0, 1, 100]).plain == " ▁█"
     assert len(strip(range(256)).plain) == 32
