@@ -174,24 +174,31 @@ def test_a_calibrator_that_is_killed_while_it_saves_leaves_the_old_profile_or_th
     link: Control, region: Region, ring: RoutingRing, tmp_path: Path, kills: int
 ) -> None:
     folder = tmp_path / "state" / "sparkd"
+    unfinished = profile.profile_path(folder, MODEL).with_suffix(".new")
     chance = random.Random(5)
-    rows, left = 0, []
+    rows, left, cut = 0, [], 0
+    delay = 0.002
     for _ in range(kills):
         child, name = start(link, region)
         assert link.status(name)["decode"]["rows"] == rows, "it begins with what was there"
         ring.push(routed(ONE, [1]))
         status_after(link, name, 1)
+        unfinished.unlink(missing_ok=True)
         child.terminate()
-        time.sleep(chance.uniform(0.0, 0.004))
+        time.sleep(delay * chance.uniform(0.5, 1.5))
         child.kill()
         child.wait()
+        cut += unfinished.exists()
         found = profile.load(folder, MODEL, 2, 8) if folder.exists() else (RoutingCounts(2, 8), "")
         assert found[1] == ""
         left.append(found[0].decode_rows - rows)
         rows = found[0].decode_rows
         assert found[0].decode.tolist() == [[rows, rows, *[0] * 6], [0, 0, rows, rows, *[0] * 4]]
+        # Come nearer to the moment of saving, however fast this machine is today.
+        delay *= 0.8 if left[-1] else 1.25
+    print(f"{kills} kills: {sum(left)} had saved, {cut} were writing")
     assert set(left) <= {0, 1}
-    assert kills < 100 or set(left) == {0, 1}, "some were killed before they had saved, others after"
+    assert kills < 100 or (set(left) == {0, 1} and cut), "some were killed before, some after, some while they wrote"
 
 
 def test_tags_are_counted_apart_and_kept(link: Control, region: Region, ring: RoutingRing) -> None:
