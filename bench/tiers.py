@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import random
 import re
@@ -35,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -46,16 +45,22 @@ from serving import serving
 from spark_client import Client, messages
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.program import Program
+from sparkd.ipc.mapping import HUGE_PAGE
+from sparkd.ipc.memory import Region
 from sparkd.models import build_program
 from sparkd.residency.budget import GIB
+from sparkd.store._readers import Readers
 from sparkd.store.copier import READERS
 from sparkd.store.layout import PAGE, ArenaLayout, record_extents
-from sparkd.store.reading import ShardFile, new_buffer
+from sparkd.store.reading import ShardFile
 
 PEER = Path(__file__).with_name("tiers_peer.py")
 CONTEXT = 2048
 PROMPT = 32
 _READS = 400
+#: Places in memory that are read to in turn, and bytes of each: more than a record.
+_PLACES = 16
+_PLACE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,39 +179,39 @@ def theirs(given: argparse.Namespace, limit: int | None, tokens: Sequence[int]) 
 
 
 def disk_speed(model: ModelFile, program: Program, layout: ArenaLayout) -> float:
-    """Bytes per second of reading random records, as the store does: eight at a time, straight into memory."""
+    """Bytes per second of reading random records as the store does: its threads, straight into huge pages."""
     chance = random.Random(2)
-    extents = []
-    for _ in range(_READS):
-        layer = chance.randrange(len(layout.layers))
-        records = layout.layers[layer]
-        expert = chance.randrange(records.experts)
-        extents += record_extents(program.expert_layers[layer], records, model, expert)
-    size = sum(extent.size for extent in extents)
     files = [ShardFile(shard) for shard in model.shards]
-    queue, lock = iter(extents), threading.Lock()
-
-    def reader() -> None:
-        memory = memoryview(mmap.mmap(-1, max(extent.size for extent in extents) + 2 * PAGE))
-        buffer = new_buffer()
-        while True:
-            with lock:
-                extent = next(queue, None)
-            if extent is None:
-                return
-            file, done = files[extent.shard], 0
-            if file.read_straight(extent.source, extent.size, memory, PAGE + extent.source % PAGE):
-                continue
-            while done < extent.size:
-                done += len(file.read(extent.source + done, extent.size - done, buffer))
-
-    threads = [threading.Thread(target=reader) for _ in range(READERS)]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    elapsed = time.perf_counter() - start
+    size = 0
+    with Region.create(_PLACES * _PLACE) as memory:
+        memory.allocate()
+        for page in range(memory.size // HUGE_PAGE):
+            with suppress(OSError):
+                memory.mapping.make_huge(page)
+        readers = Readers(READERS)
+        start = time.perf_counter()
+        for job in range(_READS):
+            layer = chance.randrange(len(layout.layers))
+            records = layout.layers[layer]
+            pieces = []
+            at = job % _PLACES * _PLACE
+            for extent in record_extents(
+                program.expert_layers[layer], records, model, chance.randrange(records.experts)
+            ):
+                at += PAGE + -at % PAGE + extent.source % PAGE
+                straight = files[extent.shard].straight(extent.source, extent.size, at)
+                if straight is None:
+                    raise SystemExit(f"{model.where}: takes no direct reads")
+                fd, first, needed, asked = straight
+                pieces.append((fd, first, needed, asked, memory.address + at - (extent.source - first)))
+                at += extent.size
+                size += extent.size
+            readers.begin(job, pieces)
+        ended = 0
+        while ended < _READS:
+            ended += len(readers.ended())
+        elapsed = time.perf_counter() - start
+        readers.close()
     for file in files:
         file.close()
     return size / elapsed
