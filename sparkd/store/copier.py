@@ -7,6 +7,10 @@ A *job* is a set of extents and what is to be done at its end. Its extents are c
 at the same time if there are enough, each through a buffer of its own; neither a read nor a copy holds the GIL. Urgent
 jobs (a step waits for them) come first; of the others only a few extents are under way at a time, so that a job that
 becomes urgent finds a free thread. Within a class jobs begin in the order they came.
+
+Urgent jobs whose extents can all go straight to their places have threads of their own (`readers.cpp`), which need no
+turn of the interpreter: while it is computed, turns are scarce. What these do not get to its end goes the other way,
+which finds out why.
 """
 
 from __future__ import annotations
@@ -15,11 +19,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 from sparkd.errors import SparkError
+from sparkd.store._readers import Readers
 from sparkd.store.arena import Arena
 from sparkd.store.layout import IN_ARENA, Extent
 from sparkd.store.reading import ShardFile, new_buffer
+
+if TYPE_CHECKING:
+    from sparkd.store._readers import Piece
 
 #: Threads that read at the same time: as many as make a difference (bench/README.md).
 READERS = 8
@@ -58,9 +67,13 @@ class Copier:
         self._threads: list[threading.Thread] = []
         self._urgent: OrderedDict[Hashable, _Job] = OrderedDict()
         self._others: OrderedDict[Hashable, _Job] = OrderedDict()
-        self._under_way = {True: 0, False: 0}
+        self._in_background = 0
         self._changed = threading.Condition()
         self._closed = False
+        #: Once the arena is filled; and what is read there: key, job and extents by number.
+        self._express: Readers | None = None
+        self._expressed: dict[int, tuple[Hashable, _Job, list[Extent]]] = {}
+        self._number = 0
 
     # ---- life ----
 
@@ -77,6 +90,8 @@ class Copier:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._express is not None:
+            self._express.close()
         for thread in self._threads:
             thread.join()
         self._opened.close()
@@ -94,17 +109,20 @@ class Copier:
 
     def begin(self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False) -> None:
         """Add a job; `ended` is called by one of the threads, which holds no lock then."""
+        job = _Job(extents, ended)
         with self._changed:
-            job = (self._urgent if urgent else self._others)[key] = _Job(extents, ended)
-            self._changed.notify(job.open)
+            if urgent:
+                self._begin_urgent(key, job)
+            else:
+                self._others[key] = job
+                self._changed.notify(job.open)
 
     def hurry(self, key: Hashable) -> None:
         """Somebody waits for a job now. Nothing, if all of it has begun."""
         with self._changed:
             job = self._others.pop(key, None)
             if job is not None:
-                self._urgent[key] = job
-                self._changed.notify(len(job.waiting))
+                self._begin_urgent(key, job)
 
     def withdraw(self, key: Hashable) -> bool:
         """Give a job up, unless it has begun; true: it was given up, and will not be told as ended."""
@@ -130,8 +148,62 @@ class Copier:
         with self._changed:
             self._background = min(BACKGROUND, self._readers)
             self._filled = True
+            self._express = Readers(self._readers)
+            self._threads.append(threading.Thread(target=self._end_express, args=[self._express], name="express"))
+            self._threads[-1].start()
 
     # ---- inside ----
+
+    def _begin_urgent(self, key: Hashable, job: _Job) -> None:
+        extents = job.waiting[::-1]
+        pieces = [self._piece(extent) for extent in extents] if self._express is not None else []
+        straight = [piece for piece in pieces if piece is not None]
+        if self._express is not None and len(straight) == len(extents):
+            job.waiting = []
+            self._number += 1
+            self._expressed[self._number] = key, job, extents
+            self._express.begin(self._number, straight)
+        else:
+            self._urgent[key] = job
+            self._changed.notify(len(extents))
+
+    def _piece(self, extent: Extent) -> Piece | None:
+        """An extent for `Readers`; None: it cannot go straight to its place."""
+        if extent.shard == IN_ARENA:
+            return None
+        straight = self._files[extent.shard].straight(extent.source, extent.size, extent.target)
+        if straight is None:
+            return None
+        fd, first, needed, asked = straight
+        return fd, first, needed, asked, self._arena.region.address + extent.target - (extent.source - first)
+
+    def _end_express(self, express: Readers) -> None:
+        """Tell of what `express` has read, until it is closed."""
+        try:
+            while ended := express.ended():
+                for number, complete in ended:
+                    self._end_one(number, complete)
+        except BaseException as fault:
+            self.failure = fault
+            raise
+
+    def _end_one(self, number: int, complete: bool) -> None:
+        with self._changed:
+            key, job, extents = self._expressed.pop(number)
+            if not complete:
+                job.waiting = extents[::-1]
+                self._urgent[key] = job
+                self._changed.notify(len(extents))
+                return
+        error = None
+        try:
+            for shard in {extent.shard for extent in extents}:
+                self._files[shard].check()
+        except SparkError as problem:
+            error = problem
+        self._count(sum(extent.size for extent in extents), 0)
+        if self._did(job, error, len(extents)):
+            job.ended(job.error)
 
     def _work(self) -> None:
         buffer = new_buffer()
@@ -145,7 +217,12 @@ class Copier:
             except BaseException as fault:
                 self.failure = fault
                 raise
-            if self._did(job, error, urgent):
+            last = self._did(job, error)
+            if not urgent:
+                with self._changed:
+                    self._in_background -= 1
+                    self._changed.notify()
+            if last:
                 job.ended(job.error)
 
     def _next(self) -> tuple[_Job, Extent, bool] | None:
@@ -153,25 +230,22 @@ class Copier:
         with self._changed:
             while not self._closed:
                 urgent = bool(self._urgent)
-                if urgent or (self._others and self._under_way[False] < self._background):
+                if urgent or (self._others and self._in_background < self._background):
                     jobs = self._urgent if urgent else self._others
                     key, job = next(iter(jobs.items()))
                     extent = job.waiting.pop()
                     if not job.waiting:
                         del jobs[key]
-                    self._under_way[urgent] += 1
+                    self._in_background += not urgent
                     return job, extent, urgent
                 self._changed.wait()
         return None
 
-    def _did(self, job: _Job, error: SparkError | None, urgent: bool) -> bool:
-        """Note that an extent has ended; true when it was the last of its job."""
+    def _did(self, job: _Job, error: SparkError | None, count: int = 1) -> bool:
+        """Note that extents have ended; true when they were the last of their job."""
         with self._changed:
-            self._under_way[urgent] -= 1
             job.error = job.error or error
-            job.open -= 1
-            if not urgent:
-                self._changed.notify()
+            job.open -= count
             return job.open == 0
 
     def _fill(self, extent: Extent, buffer: memoryview) -> None:

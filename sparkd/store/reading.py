@@ -96,24 +96,37 @@ class ShardFile:
             raise self._ends_early(offset, size)
         return buffer[before : min(n, wanted)]
 
+    def straight(self, offset: int, size: int, at: int) -> tuple[int, int, int, int] | None:
+        """How to read `size` bytes from `offset` on straight to a place that begins `at` bytes behind a page.
+
+        Descriptor, first byte, bytes that are needed from there on, bytes to ask for: whole blocks, so that the rest of
+        the first and the last is read, too. None: that cannot be; file and memory must lie alike in blocks.
+        """
+        block = self.way.block
+        if not block or (at - offset) % block:
+            return None
+        before = offset % block
+        return self._direct, offset - before, before + size, before + size + -(at + size) % block
+
     def read_straight(self, offset: int, size: int, memory: memoryview, at: int) -> bool:
         """Read `size` bytes from `offset` on to `memory[at:]`, and with them the rest of their first and last block.
 
         False, and nothing is done: that cannot be. `memory` begins at a page; file and memory must lie alike in blocks.
         ModelFileError: the file ends early, or cannot be read.
         """
-        block = self.way.block
-        if not block or (at - offset) % block:
+        straight = self.straight(offset, size, at)
+        if straight is None:
             return False
-        before = offset % block
-        first, place = offset - before, memory[at - before : at + size + -(at + size) % block]
+        _, first, needed, asked = straight
+        start = at - (offset - first)
+        place = memory[start : start + asked]
         done = 0
-        while done < before + size:
+        while done < needed:
             n = self._read(place[done:], first + done, size, offset)
             if n is None:
                 return False
-            if done + n < before + size:
-                n -= n % block
+            if done + n < needed:
+                n -= n % self.way.block
                 if not n:
                     raise self._ends_early(offset, size)
             done += n

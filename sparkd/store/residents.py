@@ -252,6 +252,8 @@ class Residents:
                 return
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
+        commands = list(commands)
+        hurried = {command.copy for command in commands if isinstance(command, Hurry)}
         withdrawn = []
         for command in commands:
             match command:
@@ -260,7 +262,8 @@ class Residents:
                         self._set(record, State.LOADING, place)
                     self._under_way += 1
                     ended = functools.partial(self._ended, command)
-                    self._copies.begin(self._key(command), self._work(command), ended, urgent=reserve)
+                    urgent = reserve or command in hurried
+                    self._copies.begin(self._key(command), self._work(command), ended, urgent=urgent)
                 case Hurry(copy):
                     self._copies.hurry(self._key(copy))
                 case Cancel(copy):

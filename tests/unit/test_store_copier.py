@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import shutil
 import threading
@@ -19,7 +20,7 @@ from sparkd.residency.leases import Use
 from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import SlabSize
 from sparkd.residency.slots import Record
-from sparkd.store import reading
+from sparkd.store import copier, reading
 from sparkd.store.copier import BACKGROUND, Copier
 from sparkd.store.layout import Extent
 
@@ -69,7 +70,7 @@ def absent(one: Filled, layer: int = 0) -> list[Record]:
 @pytest.mark.parametrize("way", ["straight", "through a buffer", "through the page cache"])
 def test_every_record_of_a_model_can_be_had_from_a_tier_that_holds_a_third(path, monkeypatch, way, request):
     if way == "through a buffer":
-        monkeypatch.setattr(reading.ShardFile, "read_straight", lambda *_: False)
+        monkeypatch.setattr(reading.ShardFile, "straight", lambda *_: None)
     if way == "through the page cache":
         monkeypatch.setattr(reading, "direct_block", lambda fd: 0)
     one = request.getfixturevalue("small")
@@ -89,6 +90,34 @@ def test_every_record_of_a_model_can_be_had_from_a_tier_that_holds_a_third(path,
     for record, place in residents(one).items():
         assert arena_record(one, record, place.slot) == file_record(one, record)
     assert one.residents.counts()[Use.DECODE].uses == 2 * one.residents.counts()[Use.PREFILL].uses
+
+
+class _Unlucky:
+    """Threads that never get a job to its end."""
+
+    def __init__(self, threads: int) -> None:
+        self.jobs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def begin(self, job: int, pieces: object) -> None:
+        self.jobs.put(job)
+
+    def ended(self) -> list[tuple[int, bool]]:
+        job = self.jobs.get(timeout=PATIENCE_S)
+        return [] if job is None else [(job, False)]
+
+    def close(self) -> None:
+        self.jobs.put(None)
+
+
+def test_what_cannot_be_read_the_short_way_is_read_the_long_way(monkeypatch, request):
+    monkeypatch.setattr(copier, "Readers", _Unlucky)
+    one = request.getfixturevalue("small")
+    one.residents.attach(0)
+    for record in absent(one)[:3]:
+        lease = one.residents.stage(0, [record], Use.PREFILL)
+        (place,) = answer(one, lease).places
+        assert arena_record(one, record, place.slot) == file_record(one, record)
+        one.residents.release(lease)
 
 
 def _touch(path: Path) -> None:
@@ -134,7 +163,7 @@ class _Gate:
             return read(file, offset, size, buffer)
 
         monkeypatch.setattr(reading.ShardFile, "read", gated)
-        monkeypatch.setattr(reading.ShardFile, "read_straight", lambda *_: False)
+        monkeypatch.setattr(reading.ShardFile, "straight", lambda *_: None)
 
     def arrived(self, count: int) -> None:
         for _ in range(count):
