@@ -82,8 +82,10 @@ $(VENV)/.base: $(NATIVE) | $(BIN)/python
 	$(PIP) install -e .
 	@touch $@
 
-# sparkd is there already, so that this adds only what its tests need.
+# What the tests need beside sparkd, read from pyproject.toml: to ask for 'sparkd[test]' by name would ask the package
+# index too, where another project has that name; '.[test]' would compile the kernels again.
+EXTRAS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 $(VENV)/.test: $(VENV)/.base
 	@echo "Installing the test dependencies into $(VENV) ..."
-	$(PIP) install 'sparkd[test,clients]'
+	$(BIN)/python -c '$(EXTRAS); print(*extras["test"], *extras["clients"], sep="\n")' | $(PIP) install -r /dev/stdin
 	@touch $@

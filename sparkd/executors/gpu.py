@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sys
 from collections.abc import Collection
 
 from sparkd.errors import UnsupportedError
@@ -23,7 +24,7 @@ def gpu_missing() -> str:
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return "the GPU driver finds no GPU"
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed (pip install 'sparkd[gpu]')"
+        return f"CuPy is not installed ({sys.executable} -m pip install cupy-cuda13x)"
     return ""
 
 

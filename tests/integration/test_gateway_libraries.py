@@ -17,7 +17,7 @@ from test_gateway_daemon import ask, port_of
 from sparkd.demo.main import MODEL as DEMO
 
 NAME = "spark-demo-laguna"
-WHY = "the clients are not installed: pip install 'sparkd[clients]'"
+WHY = "the clients are not installed: make test installs them"
 TALK: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
 #: What changes nothing here, and must be taken all the same.
 IDLE: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}

@@ -13,7 +13,7 @@ from gateway_house import House, gateway
 from spark_client import messages as m
 
 Start = Callable[..., Any]
-WHY = "the clients are not installed: pip install 'sparkd[clients]'"
+WHY = "the clients are not installed: make test installs them"
 CALL = ["<tool_call>\n<function=weather>\n<parameter=city>\nPar", "is\n</parameter>\n</function>\n"]
 
 
