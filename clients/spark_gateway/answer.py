@@ -55,14 +55,27 @@ class Answer:
         self._parallel = parallel
         self._prompt_tokens = 0
         self._ended_by_call = False
+        self._source: AsyncIterator[Event] | None = None
+        self._first: Event | None = None
         self.text = ""
         self.reasoning = ""
         self.calls: list[dict[str, str]] = []
         #: Thought, text and calls in their order.
         self.blocks: list[Block] = []
 
+    async def begin(self) -> None:
+        """Wait for the first event, or until ALIVE_S have passed. What is refused before that is raised here."""
+        self._source = self._read()
+        self._first = await anext(self._source, None)
+
     async def events(self) -> AsyncIterator[Event]:
         """Everything up to the end; the errors of `AsyncStream.events`, but for its TimeoutError."""
+        if self._first is not None:
+            yield self._first
+        async for event in self._source or self._read():
+            yield event
+
+    async def _read(self) -> AsyncIterator[Event]:
         clock = asyncio.get_running_loop().time
         told = clock()
         while self.stream.finish_reason is None:

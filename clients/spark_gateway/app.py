@@ -171,6 +171,8 @@ class Gateway:
                 open_request.callback(answer.stream.close)
                 if not body.stream:
                     return JSONResponse(await _unless_gone(request, dialect.whole(body, answer, self._daemon, client)))
+                # The worker refuses what the supervisor cannot know of, and a status can be told only before the head.
+                await _unless_gone(request, answer.begin())
                 events = dialect.stream(body, answer, self._daemon, client)
                 return _EventStream(_with_failure(events, dialect is messages), open_request.pop_all())
 

@@ -28,12 +28,16 @@ _STATUS = {"request": 400, "unsupported": 400, "protocol": 400, "busy": 429, "un
 
 @dataclass
 class ApiError(Exception):
-    """A request that cannot be served: HTTP status, a line for people, the option that is to blame, a stable code."""
+    """A request that cannot be served: HTTP status, a line for people, the option that is to blame, a stable code.
+
+    `retry_s`: seconds after which it may work, where the status says that it may.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    retry_s: int = RETRY_S
 
     def __str__(self) -> str:
         return self.message
@@ -41,7 +45,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that belong to the status."""
-        return {"retry-after": str(RETRY_S)} if self.status in (429, 503) else {}
+        return {"retry-after": str(self.retry_s)} if self.status in (429, 503) else {}
 
     def openai(self) -> dict[str, object]:
         """The body in OpenAI's dialect."""

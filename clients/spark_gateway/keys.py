@@ -9,6 +9,7 @@ round of SHA-256 hides it. Without a file everybody who reaches the socket may a
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import secrets
 import time
@@ -20,7 +21,8 @@ from pathlib import Path
 
 from spark_gateway.errors import ApiError
 
-_LINE = re.compile(r"(?P<name>[\w.-]{1,64})\s+sha256:(?P<hash>[0-9a-f]{64})(?P<limits>(?:\s+\w+=\d{1,9})*)\s*")
+_NAME = r"[\w.-]{1,64}"
+_LINE = re.compile(rf"(?P<name>{_NAME})\s+sha256:(?P<hash>[0-9a-f]{{64}})(?P<limits>(?:\s+\w+=\d{{1,9}})*)\s*")
 _LIMITS = ("requests", "per_minute")
 _MINUTE_S = 60.0
 
@@ -42,20 +44,25 @@ class Holder:
     @contextmanager
     def request(self, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
         """One request; ApiError (429) when the holder has as many as the key allows."""
-        now = clock()
-        while self.begun and now - self.begun[0] >= _MINUTE_S:
-            self.begun.popleft()
-        if self.requests and self.open >= self.requests:
-            raise ApiError(429, f"{self.open} requests are open with this key, it allows {self.requests}", code="key")
+        self.check(clock)
         if self.per_minute:
-            if len(self.begun) >= self.per_minute:
-                raise ApiError(429, f"this key allows {self.per_minute} requests a minute", code="key")
-            self.begun.append(now)
+            self.begun.append(clock())
         self.open += 1
         try:
             yield
         finally:
             self.open -= 1
+
+    def check(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """ApiError (429) when the holder has as many requests as the key allows."""
+        now = clock()
+        while self.begun and now - self.begun[0] >= _MINUTE_S:
+            self.begun.popleft()
+        if self.requests and self.open >= self.requests:
+            raise ApiError(429, f"{self.open} requests are open with this key, it allows {self.requests}", code="key")
+        if self.per_minute and len(self.begun) >= self.per_minute:
+            wait = math.ceil(self.begun[0] + _MINUTE_S - now)
+            raise ApiError(429, f"this key allows {self.per_minute} requests a minute", code="key", retry_s=wait)
 
 
 class Keys:
@@ -93,7 +100,9 @@ def hash_of(key: str) -> str:
 
 
 def make(name: str) -> tuple[str, str]:
-    """A new key, and the line for the file."""
+    """A new key, and the line for the file. KeysError for a name that the file could not have."""
+    if re.fullmatch(_NAME, name) is None:
+        raise KeysError(f"a name has up to 64 letters, digits, '_', '.' and '-', not {name[:100]!r}")
     key = f"spark-{secrets.token_urlsafe(32)}"
     return key, f"{name} sha256:{hash_of(key)}"
 

@@ -103,7 +103,7 @@ class Supervisor:
         self._routing = _routing_ring(plan) if settings.calibration.enabled else None
         regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})
         self._children = Children(lock.run_dir, self._for_children(), plan.fingerprint, regions, lock.record)
-        self._gateway = Gateway(settings.gateway, lock.client)
+        self._gateway = Gateway(settings.gateway, lock.client, settings.log.level)
         self._rounds = status.Rounds()
         self._advice = Advice()
         self._traces = Traces()

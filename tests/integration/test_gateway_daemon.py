@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,8 @@ def ask(port: int, path: str, body: Any = None) -> tuple[int, Any]:
 
 def port_of(one: Daemon) -> int:
     """The port that the gateway named last."""
-    lines = [line for line in one.said().splitlines() if line.startswith("sparkd-gateway: http://")]
-    return int(lines[-1].rstrip("/").rpartition(":")[2]) if lines else 0
+    found = re.findall(r"gateway: listens at http://127\.0\.0\.1:(\d+)/", one.said())
+    return int(found[-1]) if found else 0
 
 
 @pytest.fixture(scope="module")
@@ -188,17 +190,43 @@ def test_a_gateway_that_cannot_serve_is_given_up_and_the_daemon_serves_on(tmp_pa
         assert one.stop() == 0
 
 
+def row(one: Daemon) -> dict[str, Any]:
+    """The gateway's line among the processes."""
+    (told,) = [process for process in one.status()["processes"] if process["role"] == "gateway"]
+    return dict(told)
+
+
+def test_a_port_that_is_taken_is_said_until_it_is_free_and_the_end_is_clean(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, unix = taken.getsockname()[1], tmp_path / "g.sock"
+        given = {"enabled": True, "port": port, "unix": str(unix)}
+        with daemon(DEMO, tmp_path / "run", gateway=given) as one:
+            until(lambda: "Address already in use" in row(one)["reason"], one.said)
+            assert (row(one)["url"], one.status()["state"]) == ("", "ready")
+            assert row(one)["state"] in ("failed", "starting")
+            taken.close()
+            until(lambda: row(one)["state"] == "ready", one.said)
+            assert row(one)["url"] == f"http://127.0.0.1:{port}/ unix:{unix}"
+            assert ask(port, "/health")[0] == 200
+            assert one.stop() == 0
+            assert not unix.exists()
+            warned = [line for line in one.said().splitlines() if "warning" in line]
+            assert warned and all("Address already in use" in line for line in warned)
+
+
 def test_without_its_libraries_the_daemon_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"starlette.*pip install 'sparkd\[gateway\]'"):
-        gateway.Gateway(GatewaySettings(enabled=True), tmp_path / "s")
-    assert gateway.Gateway(GatewaySettings(), tmp_path / "s").status() is None
+    with pytest.raises(ConfigError, match=r"starlette.*pip install prometheus-client pydantic"):
+        gateway.Gateway(GatewaySettings(enabled=True), tmp_path / "s", "info")
+    assert gateway.Gateway(GatewaySettings(), tmp_path / "s", "info").status() is None
 
 
 def test_one_that_ends_again_and_again_is_started_later_and_later_and_then_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = gateway.Gateway(GatewaySettings(enabled=True, host="nowhere"), tmp_path / "s")
+    made = gateway.Gateway(GatewaySettings(enabled=True, host="nowhere"), tmp_path / "s", "info")
     now, starts = 0.0, []
     monkeypatch.setattr(gateway, "_MODULE", "nothing_of_this_name")
     while (told := made.status()) is not None and told["state"] != "failed":
