@@ -89,7 +89,7 @@ def test_the_chat_answers_what_is_piped_into_it(served: Daemon) -> None:
     command = [sys.executable, "-m", "spark_chat", "--socket", str(served.socket), "--temperature", "0"]
     text = "Who are you?\n/clear\nWho are you?\n"
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "forgot 1 turns\n")
+    assert (done.returncode, done.stderr) == (0, "forgot 1 turn\n")
     first, second = done.stdout.splitlines()
     assert first == second and first.startswith("I am Spark, a tiny mixture-of-experts language model.")
 
