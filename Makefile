@@ -19,8 +19,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 demo: $(VENV)/.base
 	$(BIN)/sparkd demo
 
+# Tests of processes measure time and memory, so that they want the machine for themselves.
+TOGETHER := tests/unit tests/golden tests/emulator
+ALONE := tests/integration tests/faults
+
 test: lint
-	$(BIN)/python -m pytest -m "not soak"
+	@failed=0; \
+	$(BIN)/python -m pytest -m "not soak" -n auto --maxprocesses 8 --dist worksteal $(TOGETHER) || failed=1; \
+	$(BIN)/python -m pytest -m "not soak" $(ALONE) || failed=1; \
+	exit $$failed
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
