@@ -227,12 +227,10 @@ def test_a_read_error_is_one_line_that_names_the_place_and_no_half_record_is_pub
 def test_a_cancelled_load_stops_and_publishes_no_half_record(path, monkeypatch):
     one = empty(path)
     preadv = os.preadv
-    reads = 0
+    reads = itertools.count()  # threads read, and each number must come once
 
     def counted(fd, buffers, offset):
-        nonlocal reads
-        reads += 1
-        if reads == 200:
+        if next(reads) == 200:
             one.loader.cancel()
         return preadv(fd, buffers, offset)
 
