@@ -230,7 +230,7 @@ def test_a_cancelled_load_stops_and_publishes_no_half_record(path, monkeypatch):
     reads = itertools.count()  # threads read, and each number must come once
 
     def counted(fd, buffers, offset):
-        if next(reads) == 200:
+        if next(reads) == 40:
             one.loader.cancel()
         return preadv(fd, buffers, offset)
 
