@@ -60,7 +60,7 @@ class _Daemon(Collector):
         yield resident
         for name in ("running", "queued", "clients"):
             yield _gauge(f"spark_{name}", f"Requests {name}" if name != "clients" else "Connections", requests[name])
-        for name in ("accepted", "finished", "failed", "cancelled"):
+        for name in ("accepted", "finished", "refused", "failed", "cancelled"):
             yield _counter(f"spark_requests_{name}", f"Requests {name}", requests[name])
         yield _counter("spark_output_tokens", "Output tokens", requests["output_tokens"])
         speed = status["speed"]

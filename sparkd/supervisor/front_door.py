@@ -34,7 +34,7 @@ from sparkd.supervisor.fair_queue import FairQueue
 from sparkd.supervisor.journal import Entry, Standing
 from sparkd.supervisor.overview import list_clients, list_requests
 from sparkd.supervisor.questions import Questions
-from sparkd.supervisor.requests import MAX_CREDIT, PROGRESS_S, Client, Request, Stage
+from sparkd.supervisor.requests import MAX_CREDIT, PROGRESS_S, Client, Request, Stage, refused
 
 #: Seconds of silence after which an app counts as gone; apps ping about every quarter of it.
 LEASE_S = 20.0
@@ -51,6 +51,7 @@ class Totals:
 
     accepted: int = 0
     finished: int = 0
+    refused: int = 0
     failed: int = 0
     cancelled: int = 0
     output_tokens: int = 0
@@ -455,7 +456,9 @@ class FrontDoor:
         request.client.requests.discard(request.number)
         request.client.ended.append(request.number)
         self.ended.append(request)
-        if isinstance(request.end, m.Failed):
+        if refused(request.end):
+            self.totals.refused += 1
+        elif isinstance(request.end, m.Failed):
             self.totals.failed += 1
         elif isinstance(request.end, m.Finished) and request.end.reason != "cancelled":
             self.totals.finished += 1

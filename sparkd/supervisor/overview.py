@@ -7,7 +7,7 @@ from itertools import islice
 
 from sparkd.ipc.messages import Failed, Finished, Json, Message
 from sparkd.log import details
-from sparkd.supervisor.requests import Client, Request, Stage
+from sparkd.supervisor.requests import Client, Request, Stage, refused
 
 #: Requests that are listed; the status document is bounded, the queue may be set to be longer.
 MOST = 1000
@@ -82,6 +82,8 @@ def _reason(request: Request) -> str:
     """How it ended; no words of a failure, which may quote what the app sent."""
     if isinstance(request.end, Finished):
         return str(request.end.reason)
+    if refused(request.end):
+        return "refused"
     return "failed" if isinstance(request.end, Failed) else "left"
 
 

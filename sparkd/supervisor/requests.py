@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+from sparkd.errors import RequestError, UnsupportedError
 from sparkd.ipc import internal
 from sparkd.ipc import messages as m
 from sparkd.ipc.messages import Message
@@ -166,3 +167,8 @@ class Request:
             resumed=self.resumed,
             reasoning_tokens=min(self.thought, self.delivered),
         )
+
+
+def refused(end: Message | None) -> bool:
+    """Whether a request ended because of what it asked for, and not because of what happened to it here."""
+    return isinstance(end, m.Failed) and end.code in (RequestError.code, UnsupportedError.code)

@@ -134,6 +134,7 @@ def document(
             "clients": door.clients,
             "accepted": door.totals.accepted,
             "finished": door.totals.finished,
+            "refused": door.totals.refused,
             "failed": door.totals.failed,
             "cancelled": door.totals.cancelled,
             "output_tokens": door.totals.output_tokens,

@@ -29,6 +29,7 @@ def document(state: str = "ready", reason: str = "") -> dict[str, Any]:
             "clients": 3,
             "accepted": 4,
             "finished": 5,
+            "refused": 9,
             "failed": 6,
             "cancelled": 7,
             "output_tokens": 8,

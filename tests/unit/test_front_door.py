@@ -339,6 +339,15 @@ def test_a_text_is_not_blamed_for_what_a_request_does_and_waits_while_that_is_tr
     assert [msg for msg in house.heard(b"b") if isinstance(msg, m.Failed)] == []
 
 
+def test_what_cannot_be_done_as_asked_counts_as_refused_and_what_went_wrong_here_as_failed(house: House) -> None:
+    for code in ("request", "unsupported", "worker"):
+        number = house.accepted(b"a", credit=8)
+        house.orders()
+        house.worker(internal.Refused(number, code, "why"))
+        assert house.heard(b"a")[-1].code == code
+    assert (house.door.totals.refused, house.door.totals.failed) == (2, 1)
+
+
 def test_text_is_tokenized_by_the_worker_for_whoever_asked(house: House) -> None:
     house.door.receive(b"a", m.Tokenize(5, "one", True), 0.0)
     house.door.receive(b"b", m.Tokenize(6, "two"), 0.0)

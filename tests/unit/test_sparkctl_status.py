@@ -45,7 +45,7 @@ def document() -> dict[str, Any]:
             "records": 8, "resident": 6, "layers": [{"records": 4, "resident": 4}, {"records": 4, "resident": 2}],
             "slabs": [{"record_bytes": 29696, "slots": 8}],
         },
-        "requests": {"running": 1, "queued": 2, "clients": 3, "accepted": 10, "finished": 4, "failed": 5,
+        "requests": {"running": 1, "queued": 2, "clients": 3, "accepted": 10, "finished": 4, "refused": 8, "failed": 5,
                      "cancelled": 6, "output_tokens": 777},
         "speed": {"prefill_tokens_s": 321.0, "decode_tokens_s": 45.6, "steps": 9, "chunk_rows": 64},
         "executor": {"kind": "native", "isa": "x86-64-v3", "threads": 2, "max_rows": 512, "kv_type": "f16",
@@ -80,7 +80,7 @@ def test_every_part_of_the_document_is_shown(capsys: pytest.CaptureFixture[str])
     assert row(text, "memory").endswith("██████████░░░░░░░░░░ 500.0 MiB of 1000.0 MiB (memory.host_gib)")
     assert "5.0 MiB of 20.0 MiB of the weights locked: ulimit -l allows 5 MiB" in text
     assert "16.0 MiB of 64.0 MiB for contexts in use" in text
-    assert "1 running, 2 queued, 3 connected; so far 4 finished, 5 failed, 6 cancelled, 777 tokens" in text
+    assert "1 running, 2 queued, 3 connected; so far 4 finished, 8 refused, 5 failed, 6 cancelled, 777 tokens" in text
     assert "decode 45.6, prefill 321.0 tokens/s" in row(text, "speed")
     assert "native x86-64-v3, 2 threads, keys and values f16" in row(text, "computes")
     worker = row(text, "worker")

@@ -207,7 +207,7 @@ function events(status) {
   for (const one of status.processes) {
     if (one.restarts > (restarts[one.role] ?? 0)) note(`the ${one.role} was started again: ${one.reason || "no reason told"}`);
   }
-  for (const [name, word] of [["finished", "finished"], ["failed", "failed"], ["cancelled", "were cancelled"]]) {
+  for (const [name, word] of [["finished", "finished"], ["refused", "were refused"], ["failed", "failed"], ["cancelled", "were cancelled"]]) {
     const count = status.requests[name] - before.requests[name];
     if (count > 0) note(`${count} request${count > 1 ? "s" : ""} ${count > 1 ? word : word.replace("were", "was")}`);
   }
