@@ -129,7 +129,8 @@ def _facts(document: Document) -> Iterator[tuple[str, str | Text]]:
             "requests",
             f"{requests.get('running')} running, {requests.get('queued')} queued, {requests.get('clients')} connected; "
             f"so far {requests.get('finished')} finished, {requests.get('refused', 0)} refused, "
-            f"{requests.get('failed')} failed, {requests.get('cancelled')} cancelled, {requests.get('output_tokens')} tokens",
+            f"{requests.get('failed')} failed, {requests.get('cancelled')} cancelled, "
+            f"{requests.get('output_tokens')} tokens",
         )
     if speed := _part(document, "speed"):
         yield (
