@@ -112,7 +112,7 @@ struct Q4K : Offsets {
     static constexpr int kFields = 16, kRegions = 4;
     static constexpr int kType = Q4_K, kBytes = 144, kMost = 15;
     template <int C, class Block>
-    static Bytes chunk(const Block& b) {
+    static auto chunk(const Block& b) {
         return masked(turned<0, 4>(b.twice32(16 + 32 * C)), 0x0f);
     }
 };
@@ -121,8 +121,8 @@ struct Q5K : Offsets {
     static constexpr int kFields = 16, kRegions = 5;
     static constexpr int kType = Q5_K, kBytes = 176, kMost = 31;
     template <int C, class Block>
-    static Bytes chunk(const Block& b) {
-        const Bytes low = masked(turned<0, 4>(b.twice32(48 + 32 * C)), 0x0f);
+    static auto chunk(const Block& b) {
+        const auto low = masked(turned<0, 4>(b.twice32(48 + 32 * C)), 0x0f);
         return both(low, masked(turned<2 * C - 4, 2 * C + 1 - 4>(b.twice32(16)), 0x10));
     }
 };
@@ -139,7 +139,7 @@ struct Q2K {
         return _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(load_128(b), 4), _mm_set1_epi8(15)));
     }
     template <int C, class Block>
-    static Bytes chunk(const Block& b) {
+    static auto chunk(const Block& b) {
         return masked(turned<4 * (C % 2), 4 * (C % 2) + 2>(b.twice32(16 + 32 * (C / 2))), 0x03);
     }
 };
@@ -160,8 +160,8 @@ struct Q3K {
         return _mm256_sub_epi16(_mm256_cvtepu8_epi16(six), _mm256_set1_epi16(32));
     }
     template <int C, class Block>
-    static Bytes chunk(const Block& b) {
-        const Bytes low = masked(turned<4 * (C % 2), 4 * (C % 2) + 2>(b.twice32(32 + 32 * (C / 2))), 0x03);
+    static auto chunk(const Block& b) {
+        const auto low = masked(turned<4 * (C % 2), 4 * (C % 2) + 2>(b.twice32(32 + 32 * (C / 2))), 0x03);
         return both(low, masked(turned<2 * C - 2, 2 * C + 1 - 2>(b.twice32(0)), 0x04));
     }
 };
@@ -173,9 +173,9 @@ struct Q6K {
     static Scales16 spread_scales(const uint8_t* b) { return Scales16(scales(b)); }
     static __m256i scales(const uint8_t* b) { return _mm256_cvtepi8_epi16(load_128(b + 192)); }
     template <int C, class Block>
-    static Bytes chunk(const Block& b) {
+    static auto chunk(const Block& b) {
         constexpr int half = C / 2, odd = C % 2;
-        const Bytes low = masked(turned<4 * odd, 4 * odd>(b.load64(64 * half)), 0x0f);
+        const auto low = masked(turned<4 * odd, 4 * odd>(b.load64(64 * half)), 0x0f);
         return both(low, masked(turned<4 * odd - 4, 4 * odd - 2>(b.twice32(128 + 32 * half)), 0x30));
     }
 };
@@ -207,7 +207,7 @@ struct IQ4XS {
         return _mm_sub_epi16(_mm_or_si128(upper, lower), _mm_set1_epi16(32));
     }
     template <int C, class Block>
-    static Bytes chunk(const Block& b) {
+    static auto chunk(const Block& b) {
         return join(from_book(iq4_book(), nibbles(b.bytes + 8 + 32 * C)),
                     from_book(iq4_book(), nibbles(b.bytes + 24 + 32 * C)));
     }
