@@ -87,6 +87,11 @@ class Epochs:
         """Whether slots wait."""
         return bool(self._retired or self._drains or self._leased.slots)
 
+    @property
+    def retiring(self) -> bool:
+        """Whether slots were retired since the last `observe`."""
+        return bool(self._retired)
+
     def attach(self, worker: int) -> None:
         """A worker is there, and holds no lease."""
         self._gone.discard(worker)

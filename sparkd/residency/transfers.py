@@ -92,6 +92,11 @@ class Residency:
         """Whether `observe` has something to find out."""
         return self._epochs.pending
 
+    @property
+    def retiring(self) -> bool:
+        """Whether `observe` has to find out something that it did not know of at its last call."""
+        return self._epochs.retiring
+
     def hottest(self, records: Iterable[Record], most: int) -> list[Record]:
         """At most `most` of the records, those that decode uses most; of equals the first."""
         return sorted(records, key=lambda record: -self._heats.heat(record))[:most]

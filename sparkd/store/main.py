@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from sparkd import log
 from sparkd.config import Settings
 from sparkd.ipc.child import parse_arguments, run_child
+from sparkd.ipc.turns import take_short_turns
 from sparkd.store.server import StoreServer
 
 ROLE = "store"
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until Stop, SIGTERM, or a failure that the supervisor is told about."""
     given = parse_arguments(ROLE, argv)
     log.configure(ROLE, Settings.from_json(given.settings).log.level)
+    # Steps wait for it, beside the threads that compute them.
+    take_short_turns()
     return run_child(ROLE, given, lambda child: StoreServer(child, given))
 
 

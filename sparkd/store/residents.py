@@ -17,7 +17,7 @@ from typing import Protocol
 from sparkd.errors import SparkError
 from sparkd.ipc.directory import Entry, State
 from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
-from sparkd.residency.epochs import Adopted
+from sparkd.residency.epochs import Adopted, Steps
 from sparkd.residency.leases import Counts, LeaseState, Use
 from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import LayerSize, SlabUse
@@ -77,6 +77,8 @@ class Residents:
         self._answers: list[Grant | Refuse] = []
         self._placed: int | None = None
         self._stalled = False
+        #: What the workers had counted when it was looked at last; None: look again whatever they count.
+        self._seen: Sequence[Steps] | None = None
         layers = [LayerSize(layer.slab, layer.experts) for layer in arena.layout.layers]
         slabs = [slab.size for slab in arena.layout.slabs]
         self._records = [Record(layer, e) for layer, size in enumerate(layers) for e in range(size.experts)]
@@ -147,12 +149,14 @@ class Residents:
     def attach(self, worker: int) -> None:
         """A worker is there, and holds no lease."""
         with self._lock:
+            self._seen = None
             self._carry_out(self._engine.attach(worker))
             self._observe()
 
     def gone(self, worker: int) -> None:
         """The process of a worker has ended."""
         with self._lock:
+            self._seen = None
             self._carry_out(self._engine.gone(worker))
             self._observe()
 
@@ -246,7 +250,11 @@ class Residents:
     def _observe(self) -> None:
         """Free what no step can read now; what is retracted for that may be free at once, if no step is running."""
         while self._engine.draining:
-            commands = self._engine.observe(self.arena.directory.steps())
+            steps = self.arena.directory.steps()
+            if steps is self._seen and not self._engine.retiring:
+                return
+            self._seen = steps
+            commands = self._engine.observe(steps)
             self._carry_out(commands)
             if not any(isinstance(command, Retract) for command in commands):
                 return

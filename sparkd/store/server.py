@@ -61,10 +61,10 @@ class StoreServer:
             for msg in self._child.wait(patience, self._router.socket):
                 self._heed(msg)
             self._answer_workers()
+            self._grant()
             soon = self._residents.advance()
             patience = _SOON_S if soon else _IDLE_S
-            for peer, reply in self._service.granted():
-                self._send(peer, reply)
+            self._grant()
             if not ready:
                 ready = self._report_loading()
                 patience = min(patience, _PROGRESS_S)
@@ -115,6 +115,10 @@ class StoreServer:
                 self._answer(*received)
             except MessageError as error:
                 _log.warning("dropped a message of a worker: %s", error)
+
+    def _grant(self) -> None:
+        for peer, reply in self._service.granted():
+            self._send(peer, reply)
 
     def _answer(self, peer: bytes, msg: Message) -> None:
         reply = self._service.answer(peer, msg)

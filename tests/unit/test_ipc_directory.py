@@ -81,6 +81,7 @@ def test_everybody_sees_which_steps_of_a_worker_have_begun_and_ended(region):
     for step in range(1, 4):
         with worker:
             assert store.steps()[3] == Steps(step, step - 1)
+            assert store.steps() is store.steps(), "nothing has changed"
         assert store.steps()[3] == Steps(step, step)
     assert store.steps()[2] == store.steps()[4] == Steps(0, 0)
 
