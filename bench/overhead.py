@@ -39,6 +39,7 @@ from sparkd.store.residents import Residents
 from sparkd.supervisor.journal import Entry
 from sparkd.worker.desk import Texts
 from sparkd.worker.engine import Engine
+from sparkd.worker.limits import Room
 from sparkd.worker.scheduler import Scheduler
 from sparkd.worker.sequences import Sequence
 from sparkd.worker.state import PoolSize, StatePool
@@ -81,7 +82,7 @@ class Alone:
             program, arena, state, memory, max_rows=STEP_ROWS, threads=threads, isa=available()[0]
         )
         self.plan = executor._plan = TimedPlan(executor._plan)
-        self._texts = Texts(model.metadata, _CONTEXT, program.vocab)
+        self._texts = Texts(model.metadata, Room(_CONTEXT), program.vocab)
         scheduler = Scheduler(STEP_ROWS, Settings().scheduler.max_step_ms / 1000)
         ends = self._texts.tokenizer.end_of_generation_ids
         self._engine = Engine(executor, StatePool(state, size, STEP_ROWS), scheduler, ends, 1, vocab=self._texts.vocab)

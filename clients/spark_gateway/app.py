@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -27,14 +27,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from spark_client import SparkClientError
+from spark_client import RequestFailed, SparkClientError
 from spark_gateway import chat, completions, messages, responses
+from spark_gateway.answer import new_id
 from spark_gateway.body import Body, read
 from spark_gateway.daemon import Daemon
 from spark_gateway.errors import ApiError, of_client, refused
 from spark_gateway.keys import Holder, Keys
+from spark_gateway.log import details
 from spark_gateway.metrics import CONTENT_TYPE, Metrics
 from spark_gateway.openapi import document
+from spark_gateway.overview import health_of, model_of, props_of
 from spark_gateway.requests import Call, check_model
 from spark_gateway.sse import data
 
@@ -85,7 +88,9 @@ class Gateway:
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            greeting = asyncio.ensure_future(self._daemon.greet())
             yield
+            greeting.cancel()
             await self._daemon.close()
 
         middleware = []
@@ -125,22 +130,29 @@ class Gateway:
     def _guarded(
         self, path: str, handler: _Handler, anthropic: bool, everybody: bool
     ) -> Callable[[Request], Awaitable[Response]]:
-        """`handler` for those who may ask, with its failures as answers."""
+        """`handler` for those who may ask, with its failures as answers and lines of the log."""
+        route = path.replace(":path}", "}")
 
         async def guarded(request: Request) -> Response:
-            began = time.monotonic()
+            began, number, holder, failed = time.monotonic(), new_id("req_"), Holder(), None
             try:
                 self._check_host(request)
-                holder = Holder() if everybody else self._config.keys.holder(request.headers)
+                if not everybody:
+                    holder = self._config.keys.holder(request.headers)
                 response = await handler(request, holder)
             except ApiError as error:
-                response = _error(error, anthropic)
+                failed = error
             except (SparkClientError, TimeoutError) as error:
-                response = _error(of_client(error), anthropic)
+                failed = of_client(error)
             except Exception:
                 _log.exception("%s %s failed by a fault of the gateway", request.method, path)
-                response = _error(ApiError(500, "a fault of the gateway; its log says more"), anthropic)
-            self._metrics.requests.labels(path, response.status_code).inc()
+                failed = ApiError(500, "a fault of the gateway; its log says more")
+            if failed is not None:
+                response = _error(failed, anthropic, number)
+                said = details(id=number, route=route, key=holder.name or None, status=failed.status, code=failed.code)
+                _log.info("request refused: %s", said)
+            response.headers["request-id" if anthropic else "x-request-id"] = number
+            self._metrics.requests.labels(route, response.status_code).inc()
             self._metrics.first_byte.observe(time.monotonic() - began)
             return response
 
@@ -160,11 +172,13 @@ class Gateway:
         """The endpoint of a dialect: a module with `call_of`, `whole` and `stream`."""
 
         async def handler(request: Request, holder: Holder) -> Response:
+            holder.check()
+            self._daemon.check_queue(holder.name)
             body: Any = await read(request, model)
             call: Call = dialect.call_of(body, self._config.defaults)
             client = await self._daemon.client(holder.name)
             check_model(call.model, client.server.model, self._config.aliases)
-            with ExitStack() as open_request:
+            with ExitStack() as open_request, self._told_in(call.names, holder):
                 open_request.enter_context(holder.request())
                 open_request.enter_context(self._metrics.open.track_inprogress())
                 answer = await _unless_gone(request, call.start(client))
@@ -178,11 +192,22 @@ class Gateway:
 
         return handler
 
+    @contextmanager
+    def _told_in(self, names: Mapping[str, str], holder: Holder) -> Iterator[None]:
+        """What the daemon refuses, in the dialect's names; that its queue is full is remembered for a moment."""
+        try:
+            yield
+        except RequestFailed as error:
+            told = of_client(error, names)
+            self._daemon.note_queue(holder.name, told)
+            raise told from None
+
     async def _count_tokens(self, request: Request, holder: Holder) -> Response:
         call = messages.count_of(await read(request, messages.CountBody))
         client = await self._daemon.client(holder.name)
         check_model(call.model, client.server.model, self._config.aliases)
-        tokens = await client.tokenize_chat(call.messages, tools=call.tools, options=call.options)
+        with self._told_in(call.names, holder):
+            tokens = await client.tokenize_chat(call.messages, tools=call.tools, options=call.options)
         return JSONResponse({"input_tokens": len(tokens)})
 
     async def _tokenize(self, request: Request, holder: Holder) -> Response:
@@ -190,11 +215,12 @@ class Gateway:
         client = await self._daemon.client(holder.name)
         if (body.content is None) == (body.messages is None):
             raise refused("content", "exactly one of content and messages is given")
-        if body.messages is None:
-            tokens = await client.tokenize(body.content or "", special=body.special)
-        else:
-            options = body.chat_template_kwargs
-            tokens = await client.tokenize_chat(body.messages, tools=body.tools, options=options)
+        with self._told_in({"options": "chat_template_kwargs"}, holder):
+            if body.messages is None:
+                tokens = await client.tokenize(body.content or "", special=body.special)
+            else:
+                options = body.chat_template_kwargs
+                tokens = await client.tokenize_chat(body.messages, tools=body.tools, options=options)
         return JSONResponse({"tokens": tokens, "count": len(tokens)})
 
     async def _detokenize(self, request: Request, holder: Holder) -> Response:
@@ -205,28 +231,22 @@ class Gateway:
     # ---- what there is ----
 
     async def _models(self, request: Request, holder: Holder) -> Response:
-        served = (await self._daemon.client(holder.name)).server.model
+        status = await self._daemon.status()
+        served = status["model"]["name"]
         names = [served, *sorted(self._config.aliases - {"*", served})]
-        first = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": [_model(name) for name in names], **first})
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": [model_of(status, name) for name in names], **ends})
 
     async def _model(self, request: Request, holder: Holder) -> Response:
-        served = (await self._daemon.client(holder.name)).server.model
-        check_model(request.path_params["model"], served, self._config.aliases)
-        return JSONResponse(_model(request.path_params["model"]))
+        name = request.path_params["model"]
+        if not name:
+            return await self._models(request, holder)
+        status = await self._daemon.status()
+        check_model(name, status["model"]["name"], self._config.aliases)
+        return JSONResponse(model_of(status, name))
 
     async def _props(self, request: Request, holder: Holder) -> Response:
-        status = await self._daemon.status()
-        limits = status["settings"]["limits"]
-        return JSONResponse(
-            {
-                "version": status["version"],
-                "model": {name: status["model"][name] for name in ("name", "architecture", "context", "vocab")},
-                "aliases": sorted(self._config.aliases),
-                "defaults": {"max_tokens": "as many as the context has room for", **self._config.defaults},
-                "limits": {name: limits[name] for name in ("context", "sequences", "queue", "timeout_s")},
-            }
-        )
+        return JSONResponse(props_of(await self._daemon.status(), self._config.aliases, self._config.defaults))
 
     async def _status(self, request: Request, holder: Holder) -> Response:
         return JSONResponse(await self._daemon.status())
@@ -244,9 +264,8 @@ class Gateway:
             status = await self._daemon.status()
         except (SparkClientError, TimeoutError) as error:
             return JSONResponse({"live": True, "ready": False, "state": "unreachable", "reason": str(error)}, 503)
-        ready = status["state"] == "ready"
-        told = {"live": True, "ready": ready, "state": status["state"], "reason": status["reason"]}
-        return JSONResponse(told, 200 if ready else 503)
+        told = health_of(status)
+        return JSONResponse(told, 200 if told["ready"] else 503)
 
     async def _openapi(self, request: Request, holder: Holder) -> Response:
         return JSONResponse(document())
@@ -299,22 +318,17 @@ async def _with_failure(events: AsyncIterator[bytes], anthropic: bool) -> AsyncI
         yield data(what.anthropic(), "error") if anthropic else data(what.openai())
 
 
-def _model(name: str) -> dict[str, Any]:
-    """A model in the words of both dialects."""
-    made = {"id": name, "object": "model", "created": 0, "owned_by": "sparkd"}
-    born = "1970-01-01T00:00:00Z"
-    return {**made, "type": "model", "display_name": name, "created_at": born, "lifecycle": "active"}
-
-
-def _error(error: ApiError, anthropic: bool) -> Response:
-    return JSONResponse(error.anthropic() if anthropic else error.openai(), error.status, headers=error.headers)
+def _error(error: ApiError, anthropic: bool, number: str | None = None) -> Response:
+    body = error.anthropic(number) if anthropic else error.openai()
+    return JSONResponse(body, error.status, headers=error.headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """No such path, or another method."""
-    allowed = f", {error.headers['Allow']} is" if error.headers and "Allow" in error.headers else ""
+    allowed = sorted(error.headers["Allow"].split(", ")) if error.headers and "Allow" in error.headers else []
     path = request.url.path[:100]
-    what = f"{request.method[:20]} {path} is not served here{allowed}"
+    instead = f"; ask with {' or '.join(allowed)}" if allowed else ""
+    what = f"{request.method[:20]} {path} is not served here{instead}"
     made = _error(ApiError(error.status_code, what), path.startswith("/v1/messages"))
     made.headers.update(error.headers or {})
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -31,6 +32,9 @@ async def read(request: Request, model: type[_Model]) -> _Model:
     if kind != "application/json":
         # A page of a stranger may send anything else to a server on this machine without asking first.
         raise ApiError(415, f"content-type is {kind or 'missing'!r}: send application/json")
+    packed = request.headers.get("content-encoding", "identity").strip().lower()
+    if packed not in ("", "identity"):
+        raise ApiError(415, f"content-encoding is {packed[:40]!r}: send the body as it is")
     value = parse(await _bytes(request))
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object")
@@ -38,11 +42,22 @@ async def read(request: Request, model: type[_Model]) -> _Model:
         return model.model_validate({name: item for name, item in value.items() if item is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        place = _place(first["loc"], value, first["type"] == "missing")
         why = "is not supported" if first["type"] == "extra_forbidden" else first["msg"]
         missing = first["type"] == "missing"
         code = "missing_option" if missing else "unsupported_option" if "supported" in why else "invalid_value"
         raise ApiError(400, f"{place[:200]}: {why[:500]}", place[:200], code) from None
+
+
+def _place(steps: Sequence[int | str], value: Any, missing: bool) -> str:
+    """Where in the body a fault is, without what stands for the branches of a union."""
+    place = ""
+    for number, step in enumerate(steps, start=1):
+        if isinstance(value, list) and isinstance(step, int) and step < len(value):
+            place, value = f"{place}[{step}]", value[step]
+        elif isinstance(value, dict) and (step in value or (missing and number == len(steps))):
+            place, value = f"{place}.{step}", value.get(step)
+    return place.removeprefix(".")
 
 
 async def _bytes(request: Request) -> bytes:

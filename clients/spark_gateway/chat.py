@@ -42,7 +42,7 @@ class Irrelevant(Body):
 class ChatBody(Sampling, Irrelevant):
     """A request for a chat completion."""
 
-    model: str
+    model: str = ""
     messages: list[dict[str, Any]] = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -76,9 +76,13 @@ def call_of(body: ChatBody, defaults: Mapping[str, Any]) -> Call:
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "is for streams")
     call = Call(body.model, openai_messages(body.messages), tools=openai_tools(body.tools))
+    call.names = {"options": "chat_template_kwargs", "logprobs": "top_logprobs"}
     call.options = dict(body.chat_template_kwargs or {})
     call.sample(body, defaults)
-    call.limit(body.max_completion_tokens or body.max_tokens)
+    if body.max_completion_tokens is None:
+        call.limit(body.max_tokens)
+    else:
+        call.limit(body.max_completion_tokens, "max_completion_tokens")
     call.stop(body.stop)
     call.think(body.reasoning_effort, "reasoning_effort")
     choose(call, body.tool_choice)
@@ -111,7 +115,8 @@ def choose(call: Call, choice: str | dict[str, Any] | None) -> None:
         return
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
-            raise refused("tool_choice", f"is {choice[:40]!r}, not auto, none, required or a function")
+            what = f"is {choice[:40]!r}, not auto, none, required or a function"
+            raise refused("tool_choice", what, "invalid_value")
         call.choose(choice)
         return
     inner = choice.get("function", choice)
@@ -124,7 +129,7 @@ def choose(call: Call, choice: str | dict[str, Any] | None) -> None:
 def biases(given: Mapping[str, float]) -> dict[int, float]:
     """Logit biases by token id."""
     if not all(key.isdecimal() and len(key) < 10 for key in given):
-        raise refused("logit_bias", "its keys are token ids")
+        raise refused("logit_bias", "its keys are token ids", "invalid_value")
     return {int(key): value for key, value in given.items()}
 
 

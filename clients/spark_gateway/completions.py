@@ -19,7 +19,7 @@ from spark_gateway.sse import comment, data
 class CompletionBody(Sampling, Irrelevant):
     """A request to continue a text, or token ids."""
 
-    model: str
+    model: str = ""
     prompt: str | list[str] | list[int] | list[list[int]]
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -45,6 +45,7 @@ def call_of(body: CompletionBody, defaults: Mapping[str, Any]) -> Call:
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "is for streams")
     call = Call(body.model, prompt=_prompt(body.prompt))
+    call.names = {"messages": "prompt", "tokens": "prompt"}
     call.sample(body, defaults)
     call.limit(body.max_tokens)
     call.stop(body.stop)

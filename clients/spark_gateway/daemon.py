@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
-from spark_client import AsyncClient, SparkClientError
+from spark_client import AsyncClient, ConnectionFailed, SparkClientError
+from spark_gateway.errors import ApiError
 
 #: Seconds for which a status document is shown again.
 _STATUS_S = 0.5
 #: Bytes of tokens that are remembered; a vocabulary is not larger.
 _MOST_TOKENS = 1 << 20
+#: Seconds for which a full queue counts as full: far less than what waits in it takes.
+_FULL_S = 0.1
+#: What the daemon names when its queue is full (it is busy for other reasons, too).
+_QUEUE = "limits.queue"
+_log = logging.getLogger(__name__)
 
 
 class Daemon:
@@ -25,6 +32,26 @@ class Daemon:
         self._locks: dict[str, asyncio.Lock] = {}
         self._status: tuple[float, dict[str, Any]] | None = None
         self._tokens: dict[int, bytes] = {}
+        #: Whether the last connection could not be made, which is said once.
+        self._missed = False
+        #: Until when the queue counts as full, and with which words, for each holder.
+        self._full: dict[str, tuple[float, ApiError]] = {}
+
+    async def greet(self) -> None:
+        """Connect before anybody asks, so that the log says early if there is no daemon."""
+        with contextlib.suppress(SparkClientError, TimeoutError):
+            await self.client()
+
+    def check_queue(self, name: str) -> None:
+        """ApiError (429) where the daemon's queue was full a moment ago: it is not asked again for each request."""
+        until, error = self._full.get(name, (0.0, None))
+        if error is not None and time.monotonic() < until:
+            raise error
+
+    def note_queue(self, name: str, error: ApiError) -> None:
+        """Remember that the queue is full, if that is what `error` says."""
+        if error.code == "busy" and _QUEUE in error.message:
+            self._full[name] = (time.monotonic() + _FULL_S, error)
 
     async def client(self, name: str = "") -> AsyncClient:
         """The connection of a key's holder, made anew when it was lost. ConnectionFailed when there is no daemon."""
@@ -36,7 +63,16 @@ class Daemon:
                 del self._clients[name]
                 await client.close()
             client = AsyncClient(self.path, timeout=30.0, name=f"gateway {name}".strip())
-            await client.connect()
+            try:
+                await client.connect()
+            except ConnectionFailed as error:
+                if not self._missed:
+                    _log.warning("no requests are served until the daemon answers: %s", error)
+                self._missed = True
+                raise
+            if self._missed:
+                _log.info("the daemon answers")
+            self._missed = False
             self._clients[name] = client
             # Another daemon may serve another model.
             self._tokens.clear()

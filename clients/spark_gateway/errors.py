@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from spark_client import ConnectionFailed, RequestFailed, SparkClientError
 
@@ -24,6 +27,15 @@ _KINDS = {
 }
 #: What the daemon's codes mean in HTTP; all others are the daemon's own fault.
 _STATUS = {"request": 400, "unsupported": 400, "protocol": 400, "busy": 429, "unavailable": 503, "timeout": 504}
+#: The daemon's codes under which clients know them better.
+_CODES = {"request": "invalid_value", "unsupported": "unsupported_option", "protocol": "invalid_value"}
+#: How the daemon's words begin where they are about an option: its name, the place within it.
+_OPTION = re.compile(
+    r"(?P<option>temperature|top_[kp]|min_p|(?:repetition|presence|frequency)_penalty|seed|logit_bias|logprobs|stop"
+    r"|messages|tools|tokens|options)(?P<place>(?:\[\d+\]|\.[\w-]+)*)(?=[: ])"
+)
+#: How it words that a prompt is too long.
+_TOO_LONG = "a request may have"
 
 
 @dataclass
@@ -52,25 +64,44 @@ class ApiError(Exception):
         kind = _KINDS.get(self.status, ("server_error", ""))[0]
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def anthropic(self) -> dict[str, object]:
-        """The body in Anthropic's dialect."""
+    def anthropic(self, request: str | None = None) -> dict[str, object]:
+        """The body in Anthropic's dialect, for the request of this id."""
         kind = _KINDS.get(self.status, ("", "api_error"))[1]
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": None}
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request}
 
 
-def refused(option: str, why: str) -> ApiError:
+def refused(option: str, why: str, code: str = "unsupported_option") -> ApiError:
     """An option that is not supported, or wrong."""
-    return ApiError(400, f"{option}: {why}", option, "unsupported_option")
+    return ApiError(400, f"{option}: {why}", option, code)
 
 
-def of_client(error: SparkClientError | TimeoutError) -> ApiError:
-    """What went wrong at the daemon, or on the way to it."""
+def of_client(error: SparkClientError | TimeoutError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
+    """What went wrong at the daemon, or on the way to it.
+
+    `names`: the dialect's names of the daemon's options where they differ; of messages that it counts differently, the
+    place is left out.
+    """
     if isinstance(error, ConnectionFailed):
         return ApiError(503, str(error), code="daemon_unreachable")
     if isinstance(error, RequestFailed):
-        status = _STATUS.get(error.code, 500)
-        too_long = error.code == "request" and "a request may have" in error.message
-        return ApiError(status, error.message, code="context_length_exceeded" if too_long else error.code)
+        return _of_daemon(error, names)
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error))
     return ApiError(400, str(error))
+
+
+def _of_daemon(error: RequestFailed, names: Mapping[str, str]) -> ApiError:
+    status, message, param = _STATUS.get(error.code, 500), error.message, None
+    code = _CODES.get(error.code, error.code)
+    if status == 400 and _TOO_LONG in message:
+        return ApiError(status, message, names.get("messages", "messages"), "context_length_exceeded")
+    if status == 400 and (found := _OPTION.match(message)):
+        option, place = found["option"], found["place"]
+        if found[0] in names:
+            param = names[found[0]]
+        elif option == "messages" and option in names:
+            param = names[option]
+        else:
+            param = names.get(option, option) + place
+        message = param + message[found.end() :]
+    return ApiError(status, message, param, code)

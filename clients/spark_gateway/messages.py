@@ -45,7 +45,7 @@ class OutputConfig(Body):
 class CountBody(Body):
     """A conversation whose tokens are counted."""
 
-    model: str
+    model: str = ""
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -76,8 +76,9 @@ def count_of(body: CountBody) -> Call:
     if not all(isinstance(kind, str) and kind.startswith(_EDITS) for kind in kinds):
         raise refused("context_management", f"only edits of type {_EDITS}_... are supported")
     call = Call(body.model, anthropic_messages(body.system, body.messages), tools=anthropic_tools(body.tools))
+    call.names = {"messages": "messages", "stop": "stop_sequences"}
     if body.thinking is not None and body.thinking.type != "adaptive":
-        call.options["enable_thinking"] = body.thinking.type == "enabled"
+        call.switch_thought(body.thinking.type == "enabled", "thinking")
     if body.output_config is not None:
         if body.output_config.format is not None:
             raise refused("output_config.format", "is not supported: no answer is forced into a schema")

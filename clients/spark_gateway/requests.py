@@ -34,7 +34,7 @@ class Sampling(Body):
 
 @dataclass
 class Call:
-    """One request for the daemon: what is asked, and its parameters."""
+    """One request for the daemon: what is asked, and its parameters. `names`: see `errors.of_client`."""
 
     model: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -43,6 +43,7 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     parallel: bool = True
+    names: dict[str, str] = field(default_factory=dict)
 
     def sample(self, body: Sampling, defaults: Mapping[str, Any]) -> None:
         """Take the sampling options of a body, over the defaults."""
@@ -52,7 +53,7 @@ class Call:
     def limit(self, max_tokens: int | None, option: str = "max_tokens") -> None:
         """Output tokens at most; as many as fit in any case."""
         if max_tokens is not None and max_tokens < 1:
-            raise refused(option, f"is {max_tokens}, ask for one token at least")
+            raise refused(option, f"is {max_tokens}, ask for one token at least", "invalid_value")
         self.parameters |= {"max_tokens": min(max_tokens or _ALL, _ALL), "shorten": True}
 
     def stop(self, stop: str | Sequence[str] | None) -> None:
@@ -65,16 +66,25 @@ class Call:
         if effort is None:
             return
         if effort not in _EFFORTS:
-            raise refused(option, f"is {effort[:40]!r}, not one of {', '.join(_EFFORTS)}")
-        self.options.setdefault("enable_thinking", _EFFORTS[effort])
+            raise refused(option, f"is {effort[:40]!r}, not one of {', '.join(_EFFORTS)}", "invalid_value")
+        self.switch_thought(_EFFORTS[effort], option)
+
+    def switch_thought(self, on: bool, option: str) -> None:
+        """Have the model think first, or not, unless the request has said so elsewhere."""
+        if "enable_thinking" not in self.options:
+            self.options["enable_thinking"] = on
+            self.names["options.enable_thinking"] = option
 
     def choose(self, choice: str, name: str = "") -> None:
         """Whether a tool is called: `auto`, `none`, `required`, or `named`."""
         if choice == "none":
             self.tools = None
         elif choice in ("required", "named"):
-            if not self.tools:
-                raise refused("tool_choice", "asks for a tool, but there are no tools")
+            functions = [tool.get("function") for tool in self.tools or []]
+            if not functions:
+                raise refused("tool_choice", "asks for a tool, but there are no tools", "invalid_value")
+            if name and name not in [one.get("name") for one in functions if isinstance(one, dict)]:
+                raise refused("tool_choice", f"names {name[:100]!r}, which is not among the tools", "invalid_value")
             self.parameters["call"] = name
             # What thinks first does not begin with a call.
             self.options.pop("enable_thinking", None)

@@ -34,7 +34,7 @@ class TextOptions(Body):
 class ResponsesBody(Body):
     """A request for a response."""
 
-    model: str
+    model: str = ""
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     stream: bool = False
@@ -77,6 +77,7 @@ def call_of(body: ResponsesBody, defaults: Mapping[str, Any]) -> Call:
         raise refused("include", f"{unknown[:60]!r} is not supported")
     messages = response_messages(body.instructions, body.input)
     call = Call(body.model, messages, tools=response_tools(body.tools))
+    call.names = {"messages": "input"}
     given = {name: getattr(body, name) for name in ("temperature", "top_p")}
     call.parameters |= {**defaults, **{name: value for name, value in given.items() if value is not None}}
     call.limit(body.max_output_tokens, "max_output_tokens")

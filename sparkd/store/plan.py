@@ -86,6 +86,7 @@ def make_plan(settings: Settings, held: int = 0, limits: Sequence[Limit] | None 
         fingerprint=model.fingerprint,
         architecture=model.architecture,
         context=min(settings.limits.context, program.context),
+        model_context=program.context,
         vocab=min(program.vocab, len(tokens)) if tokens else program.vocab,
         longest_token=max((len(token.encode()) for token in tokens), default=0),
         expert_layers=len(program.expert_layers),

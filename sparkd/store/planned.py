@@ -13,7 +13,8 @@ STEP_ROWS = 512
 class Plan:
     """The arena to make, what else is needed, and the limit that leaves least; sizes in bytes.
 
-    `context` are the positions one request may have, `notes` what a reader of the log should know about the model.
+    `context` are the positions one request may have, `model_context` those of the model itself, `notes` what a reader
+    of the log should know about the model.
     `slots` are there for `records`; fewer than these: they come and go (`partial`).
     `vocab` counts the ids that mean something; one token is at most `longest_token` bytes of text (0: not known).
     `device`: what computes, "cpu" or "cuda".
@@ -26,6 +27,7 @@ class Plan:
     fingerprint: str
     architecture: str
     context: int
+    model_context: int
     vocab: int
     longest_token: int
     expert_layers: int

@@ -9,7 +9,7 @@ from sparkd.config import LimitSettings
 from sparkd.errors import RequestError, UnsupportedError
 from sparkd.ipc.messages import Generate, Tokenize
 from sparkd.text.stop import check_stops
-from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens, check_traffic_tag
+from sparkd.worker.limits import Room, check_length, check_logprobs, check_sampling, check_tokens, check_traffic_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Served:
     """
 
     model: str
-    context: int
+    room: Room
     vocab: int
     longest_token: int = 0
 
@@ -29,7 +29,7 @@ def fitted(ask: Generate, served: Served) -> Generate:
     """The request with no more output tokens than could fit, if it allows that."""
     if not ask.shorten:
         return ask
-    room = max(1, served.context - len(ask.tokens or [0]))
+    room = max(1, served.room.positions - len(ask.tokens or [0]))
     return dataclasses.replace(ask, max_tokens=min(ask.max_tokens, room))
 
 
@@ -73,11 +73,9 @@ def check(ask: Generate, served: Served, limits: LimitSettings) -> None:
     check_traffic_tag(ask.traffic_tag)
     if ask.tokens is not None:
         check_tokens(ask.tokens, served.vocab)
-        check_length(len(ask.tokens), ask.max_tokens, served.context)
+        check_length(len(ask.tokens), ask.max_tokens, served.room, shorten=ask.shorten)
     else:
-        check_length(1, ask.max_tokens, served.context)
-    if ask.prompt is not None:
-        _check_text(ask.prompt, 1 if ask.shorten else ask.max_tokens, served)
+        check_length(_least(ask.prompt, served), ask.max_tokens, served.room, shorten=ask.shorten, counted=False)
 
 
 def _check_call(ask: Generate) -> None:
@@ -90,14 +88,8 @@ def _check_call(ask: Generate) -> None:
         raise RequestError(f"{what}, which tools does not have"[:300], fix="give it in tools")
 
 
-def _check_text(prompt: str, max_tokens: int, served: Served) -> None:
-    """Refuse a text that has too many tokens however it is cut into them; the worker counts the others."""
-    if not served.longest_token:
-        return
-    least = -(-len(prompt.encode(errors="surrogatepass")) // served.longest_token)
-    if least + max_tokens > served.context:
-        raise RequestError(
-            f"the prompt has at least {least} tokens and max_tokens is {max_tokens}, a request may have"
-            f" {served.context} positions",
-            fix="shorten the prompt, ask for fewer tokens, or raise limits.context",
-        )
+def _least(prompt: str | None, served: Served) -> int:
+    """Tokens that a prompt has at least, however it is cut into them; the worker counts."""
+    if prompt is None or not served.longest_token:
+        return 1
+    return max(1, -(-len(prompt.encode(errors="surrogatepass")) // served.longest_token))

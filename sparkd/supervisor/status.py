@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -93,6 +94,7 @@ def document(
     return {
         "version": __version__,
         "pid": os.getpid(),
+        "started": round(time.time() - (now - started)),
         "uptime_s": now - started,
         "state": state,
         "reason": reason,
@@ -102,6 +104,7 @@ def document(
             "path": plan.path,
             "fingerprint": plan.fingerprint,
             "context": plan.context,
+            "model_context": plan.model_context,
             "vocab": plan.vocab,
         },
         "memory": {
@@ -141,6 +144,7 @@ def document(
         },
         **door.overview(now),
         "speed": worker.get("speed", {}),
+        "chat": worker.get("chat", {}),
         "executor": worker.get("executor", {}),
         "calibration": calibrator,
         "settings": settings.to_dict(),

@@ -46,6 +46,7 @@ from sparkd.supervisor.reload import Reloader
 from sparkd.supervisor.run_lock import RunLock
 from sparkd.supervisor.signals import Signals
 from sparkd.supervisor.traces import Traces
+from sparkd.worker.limits import Room
 
 #: Longest wait for something to happen, and messages taken from one socket before the others are looked at.
 _TICK_S = 0.25
@@ -98,7 +99,7 @@ class Supervisor:
         self._client = Router(
             context, lock.client, CLIENT_MODE, lock.group, _HIGH_WATER, max_bytes=m.MAX_BYTES, read_ahead=_READ_AHEAD
         )
-        served = Served(plan.model, plan.context, plan.vocab, plan.longest_token)
+        served = Served(plan.model, Room(plan.context, plan.model_context), plan.vocab, plan.longest_token)
         self._door = FrontDoor(settings.limits, served, os.getpid())
         self._routing = _routing_ring(plan) if settings.calibration.enabled else None
         regions = {"arena": arena.fd} | ({"routing": self._routing.fd} if self._routing else {})

@@ -46,6 +46,16 @@ class ChatTemplate:
         self._renderer = Renderer(source, where)
         self._escape = Escape(tokenizer.control_texts, self._renderer.literals)
 
+    @property
+    def tools(self) -> bool:
+        """Whether it shows tools to the model."""
+        return "tools" in self._renderer.variables
+
+    @property
+    def options(self) -> list[str]:
+        """The variables that a request may set, by name."""
+        return sorted(self._renderer.variables.difference(_RESERVED))
+
     @classmethod
     def from_metadata(cls, metadata: Metadata, tokenizer: Tokenizer) -> ChatTemplate:
         """The template of a model file; of a Laguna file that only includes one, the built-in layout.
@@ -113,13 +123,13 @@ class ChatTemplate:
         self._renderer.close()
 
     def _check_known(self, options: Mapping[str, Json], tools: bool) -> None:
-        known = self._renderer.variables
-        if tools and "tools" not in known:
-            raise UnsupportedError("the chat template of this model knows no tools", fix="send none")
+        if tools and not self.tools:
+            raise UnsupportedError("tools: the chat template of this model knows none", fix="send none")
+        known = self.options
         unknown = next((name for name in options if name not in known and name not in _RESERVED), None)
         if unknown is not None:
-            what = f"the chat template of this model has no option {unknown[:100]!r}"
-            raise UnsupportedError(what, fix=f"it has: {', '.join(sorted(known.difference(_RESERVED))) or 'none'}")
+            what = f"options.{unknown[:100]}: the chat template of this model has no such option"
+            raise UnsupportedError(what, fix=f"it has: {', '.join(known) or 'none'}")
 
     def _text(self, index: int | None) -> str:
         return "" if index is None else self._tokenizer.text(index)
@@ -128,6 +138,6 @@ class ChatTemplate:
 def _plain_options(options: Mapping[str, Json], bounds: Bounds) -> dict[str, Json]:
     reserved = next((name for name in options if name in _RESERVED), None)
     if reserved is not None:
-        raise RequestError(f"the template option {reserved!r} cannot be set")
+        raise RequestError(f"options.{reserved}: cannot be set")
     plain: dict[str, Json] = bounds.plain(options, "options")
     return plain

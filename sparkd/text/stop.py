@@ -29,10 +29,10 @@ def end_texts(architecture: str) -> tuple[str, ...]:
 def check_stops(stops: Sequence[str]) -> None:
     """RequestError for empty, too long or too many stop strings."""
     if len(stops) > MAX_STOPS:
-        raise RequestError(f"{len(stops)} stop strings are more than the limit of {MAX_STOPS}")
+        raise RequestError(f"stop: {len(stops)} strings are more than the limit of {MAX_STOPS}")
     for stop in stops:
         if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            raise RequestError(f"a stop string has {len(stop)} characters, not 1 to {MAX_STOP_CHARACTERS}")
+            raise RequestError(f"stop: a string has {len(stop)} characters, not 1 to {MAX_STOP_CHARACTERS}")
 
 
 class StopMatcher:

@@ -29,7 +29,7 @@ from sparkd.text.detokenizer import Detokenizer
 from sparkd.text.markup import THINK, THINK_END, syntax_of
 from sparkd.text.stop import StopMatcher, end_texts
 from sparkd.text.tokenizer import Tokenizer
-from sparkd.worker.limits import check_length, check_logprobs, check_sampling, check_tokens
+from sparkd.worker.limits import Room, check_length, check_logprobs, check_sampling, check_tokens
 from sparkd.worker.sequences import Clock, Sequence
 
 if TYPE_CHECKING:
@@ -55,16 +55,27 @@ Result = Sequence | Refused | Encoded | Decoded
 class Texts:
     """What the desk knows of the model: its tokenizer, its chat template, its limits. Works for one thread."""
 
-    def __init__(self, metadata: Metadata, context: int, vocab: int) -> None:
+    def __init__(self, metadata: Metadata, room: Room, vocab: int) -> None:
         """SparkError when the file describes no tokenizer. A missing template only fails requests that need it."""
         self.tokenizer = Tokenizer.from_metadata(metadata)
-        self.context = context
+        self.room = room
         #: Ids that mean something: embeddings may have more rows than the vocabulary has tokens.
         self.vocab = min(vocab, len(self.tokenizer))
         self._ends = end_texts(metadata.text("general.architecture"))
         self._syntax = syntax_of(metadata.text("general.architecture"))
         self._metadata = metadata
         self._template: ChatTemplate | SparkError | None = None
+
+    @property
+    def chat(self) -> dict[str, Json]:
+        """What conversations may hold, for the status document; empty until the template has been built."""
+        match self._template:
+            case None:
+                return {}
+            case SparkError() as missing:
+                return {"tools": False, "options": [], "missing": str(missing)}
+            case template:
+                return {"tools": template.tools, "options": [*template.options], "missing": ""}
 
     def work(self, order: Order) -> Result | None:
         """Do one order; one that cannot be done is Refused (or Encoded, Decoded with the error)."""
@@ -123,8 +134,8 @@ class Texts:
         prompt = self._prompt(run)
         max_tokens = run.max_tokens
         if run.shorten:
-            max_tokens = max(1, min(max_tokens, self.context - len(prompt)))
-        check_length(len(prompt), max_tokens, self.context)
+            max_tokens = max(1, min(max_tokens, self.room.positions - len(prompt)))
+        check_length(len(prompt), max_tokens, self.room, shorten=run.shorten)
         check_tokens(prompt, self.vocab)
         seed = run.sampling.seed if run.sampling.seed is not None else secrets.randbits(_SEED_BITS)
         detokenizer = Detokenizer(self.tokenizer, shown=self._syntax.texts if run.parts else frozenset())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sparkd.errors import RequestError
 from sparkd.ipc.messages import Sampling
@@ -19,23 +20,47 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 
 
-def check_length(prompt: int, max_tokens: int, context: int) -> None:
-    """RequestError, with both numbers, for a prompt that is empty or needs more positions than a request may have."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Positions that a request may have, and those that the model has itself (0: not known)."""
+
+    positions: int
+    model: int = 0
+
+    @property
+    def holds(self) -> str:
+        """What limits the positions: "model", or the setting "limits.context"."""
+        return "model" if self.positions == self.model else "limits.context"
+
+
+def check_length(prompt: int, max_tokens: int, room: Room, *, shorten: bool = False, counted: bool = True) -> None:
+    """RequestError, with the numbers, for a prompt that is empty or needs more positions than a request may have.
+
+    `shorten`: fewer output tokens would do, one at least. Not `counted`: the prompt may have more tokens.
+    """
     if prompt == 0:
         raise RequestError("the prompt has no tokens", fix="give it one at least")
-    if prompt + max_tokens > context:
-        raise RequestError(
-            f"{prompt} prompt tokens and max_tokens {max_tokens} are {prompt + max_tokens} positions,"
-            f" a request may have {context}",
-            fix="shorten the prompt, ask for fewer tokens, or raise limits.context",
-        )
+    if prompt + (1 if shorten else max_tokens) <= room.positions:
+        return
+    both = f"max_tokens is {max_tokens}, {prompt + max_tokens} positions together"
+    more = "needs room for one more" if shorten else both
+    least, fewer = "" if counted else "at least ", "" if shorten else ", ask for fewer tokens"
+    if room.holds == "model":
+        why, fix = "the model has no more", f"shorten the prompt{fewer}"
+    else:
+        why = f"limits.context; the model has {room.model}" if room.model else "limits.context"
+        fix = f"shorten the prompt{fewer} or raise limits.context"
+    raise RequestError(
+        f"the prompt has {least}{prompt} tokens and {more}: a request may have {room.positions} ({why})",
+        fix=fix,
+    )
 
 
-def check_tokens(tokens: Sequence[int], vocab: int) -> None:
-    """RequestError naming the first id that is not in a vocabulary of `vocab` tokens."""
+def check_tokens(tokens: Sequence[int], vocab: int, where: str = "tokens") -> None:
+    """RequestError naming the first id that is not in a vocabulary of `vocab` tokens, and what has it."""
     outside = next((token for token in tokens if not 0 <= token < vocab), None)
     if outside is not None:
-        raise RequestError(f"token {outside} is not in the vocabulary", fix=f"ids are 0 to {vocab - 1}")
+        raise RequestError(f"{where}: token {outside} is not in the vocabulary", fix=f"ids are 0 to {vocab - 1}")
 
 
 def check_traffic_tag(tag: str) -> None:
@@ -62,7 +87,7 @@ def check_sampling(sampling: Sampling, vocab: int) -> None:
         raise RequestError(f"logit_bias names {len(sampling.logit_bias)} tokens", fix=f"name at most {MAX_BIASES}")
     seen = set()
     for bias in sampling.logit_bias:
-        check_tokens([bias.token], vocab)
+        check_tokens([bias.token], vocab, "logit_bias")
         _check_number(f"logit_bias of token {bias.token}", bias.bias, -MAX_BIAS, MAX_BIAS)
         if bias.token in seen:
             raise RequestError(f"logit_bias names token {bias.token} twice", fix="name each token once")

@@ -45,6 +45,7 @@ from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.backend import Backend, NativeBackend
 from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.engine import Engine, Routing
+from sparkd.worker.limits import Room
 from sparkd.worker.scheduler import Scheduler
 from sparkd.worker.sequences import Sequence
 from sparkd.worker.state import PoolSize, StatePool
@@ -98,7 +99,7 @@ class WorkerServer:
         if attached is None:
             return
         arena = Arena.attach(self._region, self._build_program)
-        texts = Texts(arena.model.metadata, self._context(arena.program), arena.program.vocab)
+        texts = Texts(arena.model.metadata, self._room(arena.program), arena.program.vocab)
         self._desk = Desk(self._child.context, texts)
         if not self._wait_for_weights(arena):
             return
@@ -151,13 +152,13 @@ class WorkerServer:
     def _build_program(self, model: ModelFile) -> Program:
         return build_program(model, self._settings.numerics.yarn)
 
-    def _context(self, program: Program) -> int:
-        return min(self._settings.limits.context, program.context)
+    def _room(self, program: Program) -> Room:
+        return Room(min(self._settings.limits.context, program.context), program.context)
 
     def _build(self, model: str, arena: Arena, texts: Texts) -> Parts:
         settings, program = self._settings, arena.program
         layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
-        size = PoolSize.worst_case(layout, settings.limits.sequences, self._context(program), STEP_ROWS)
+        size = PoolSize.worst_case(layout, settings.limits.sequences, self._room(program).positions, STEP_ROWS)
         pool = StatePool(layout, size, STEP_ROWS)
         backend = self._open_backend(model, arena, layout, size)
         scheduler = Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000, arena.layout.partial)
@@ -178,7 +179,7 @@ class WorkerServer:
         if settings.worker.device == "cuda":
             from sparkd.worker.device_backend import DeviceBackend
 
-            context = self._context(arena.program)
+            context = self._room(arena.program).positions
             return DeviceBackend(open_device(), model, settings, arena, layout, size, context, child.wake)
         return NativeBackend(settings, arena, layout, size, self._store, _WORKER, child.went_on)
 
@@ -272,6 +273,7 @@ class WorkerServer:
                 "steps": engine.counts.steps,
                 "chunk_rows": engine.chunk_rows,
             },
+            "chat": parts.texts.chat,
             **parts.backend.status(),
         }
 

@@ -80,15 +80,40 @@ def test_it_answers_with_the_words_of_the_client_socket(served: Daemon) -> None:
 def test_what_the_model_cannot_do_and_what_does_not_fit_is_refused_with_its_reason(served: Daemon) -> None:
     port = port_of(served)
     tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
-    status, said = ask(port, "/v1/chat/completions", {**CHAT, "tools": tools})
-    assert status == 400 and "knows no tools" in said
-    status, said = ask(port, "/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"mood": "good"}})
-    assert status == 400 and "no option 'mood'" in said
-    long = {**CHAT, "messages": [{"role": "user", "content": "Who are you? " * 2000}]}
-    status, said = ask(port, "/v1/chat/completions", long)
-    assert status == 400 and json.loads(said)["error"]["code"] == "context_length_exceeded"
+    long = {"messages": [{"role": "user", "content": "Who are you? " * 2000}]}
+    for stream in (False, True):
+        for option, param, code in (
+            ({"tools": tools}, "tools", "unsupported_option"),
+            ({"chat_template_kwargs": {"mood": "good"}}, "chat_template_kwargs.mood", "unsupported_option"),
+            ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
+            (long, "messages", "context_length_exceeded"),
+        ):
+            status, said = ask(port, "/v1/chat/completions", {**CHAT, **option, "stream": stream})
+            error = json.loads(said)["error"]
+            assert (status, error["param"], error["code"]) == (400, param, code), said
+        assert "needs room for one more" in error["message"] and "max_tokens" not in error["message"]
+        for path, body in (("/v1/messages", long), ("/v1/responses", {"input": long["messages"]})):
+            given = {**body, "model": "", "stream": stream, **({"max_tokens": 9} if path == "/v1/messages" else {})}
+            assert ask(port, path, given)[0] == 400
     fits = json.loads(ask(port, "/v1/chat/completions", {**CHAT, "max_tokens": 1_000_000, "stop": ["."]})[1])
     assert fits["choices"][0]["finish_reason"] == "stop"
+
+
+def test_what_there_is_is_told_of_the_model_that_is_served(served: Daemon) -> None:
+    port = port_of(served)
+
+    def props() -> dict[str, Any]:
+        return dict(json.loads(ask(port, "/props")[1]))
+
+    until(lambda: props()["chat"] is not None, served.said)
+    assert props()["chat"]["tools"] is False and props()["chat"]["thinking"] is True
+    limits = props()["limits"]
+    assert limits["context_from"] == "model" and limits["context"] == props()["model"]["model_context"]
+    model = json.loads(ask(port, "/v1/models")[1])["data"][0]
+    assert model["created"] == served.status()["started"] and model["context_length"] == limits["context"]
+    status, said = ask(port, "/detokenize", {"tokens": [1 << 30]})
+    error = json.loads(said)["error"]
+    assert (status, error["param"]) == (400, "tokens") and error["message"].startswith("tokens: token 1073741824 is")
 
 
 def answered(port: int, **options: Any) -> tuple[str, str, str]:

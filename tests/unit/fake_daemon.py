@@ -33,7 +33,10 @@ class Job:
 
 @dataclass
 class FakeDaemon:
-    """`plan(generate)` gives the pieces of text of an answer, or a Failed message; `status` is the document."""
+    """`plan(generate)` gives the pieces of text of an answer, or a Failed message; `status` is the document.
+
+    A failure that names a request comes after Accepted.
+    """
 
     path: Path
     plan: Callable[[m.Generate], list[str] | m.Failed] = lambda ask: ["Hello", ", ", "world"]
@@ -127,9 +130,11 @@ class FakeDaemon:
 
     def _generate(self, peer: bytes, ask: m.Generate) -> list[m.Message]:
         answer = self.plan(ask)
-        if isinstance(answer, m.Failed):
-            return [m.Failed(ask.tag, None, answer.code, answer.message, answer.retry)]
         request = 1000 + len(self._jobs)
+        if isinstance(answer, m.Failed) and answer.request is not None:
+            return [m.Accepted(ask.tag, request, 0), dataclasses.replace(answer, tag=ask.tag, request=request)]
+        if isinstance(answer, m.Failed):
+            return [dataclasses.replace(answer, tag=ask.tag)]
         chunks = [m.Chunk(request, n, [n], text) for n, text in enumerate(answer)]
         if ask.logprobs is not None:
             best = [m.Logprob(token, -0.5) for token in range(97, 97 + ask.logprobs)]

@@ -10,9 +10,10 @@ from sparkd.ipc import messages as m
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.front_door import FrontDoor
 from sparkd.supervisor.journal import Standing
+from sparkd.worker.limits import Room
 
 LIMITS = LimitSettings(context=100, sequences=2, queue=3, timeout_s=1000.0)
-SERVED = Served("tiny", 100, 50)
+SERVED = Served("tiny", Room(100), 50)
 NO_TIME = m.Timings(0.0, 0.0, 0.0)
 
 

@@ -9,10 +9,18 @@ def document(state: str = "ready", reason: str = "") -> dict[str, Any]:
     memory = ("arena", "core", "records", "locked", "huge", "state", "state_used")
     return {
         "version": "0.1.0",
+        "started": 1_700_000_000,
         "uptime_s": 5.0,
         "state": state,
         "reason": reason,
-        "model": {"name": "model", "architecture": "laguna", "path": "/m", "context": 100, "vocab": 50},
+        "model": {
+            "name": "model",
+            "architecture": "laguna",
+            "path": "/m",
+            "context": 100,
+            "model_context": 900,
+            "vocab": 50,
+        },
         "memory": {f"{name}_bytes": 1 << n for n, name in enumerate(memory)},
         "processes": [{"role": "worker", "pid": 7, "state": "ready", "rss_bytes": 9, "restarts": 2, "reason": ""}],
         "loading": {"done_bytes": 1, "total_bytes": 1},
@@ -39,4 +47,5 @@ def document(state: str = "ready", reason: str = "") -> dict[str, Any]:
         "calibration": {"decode": {"rows": 3, "counts": [[1, 0, 2, 0], [0, 0, 0, 3]]}},
         "settings": {"limits": {"context": 100, "sequences": 2, "queue": 3, "timeout_s": 9.0}},
         "notes": [],
+        "chat": {"tools": True, "options": ["enable_thinking"], "missing": ""},
     }

@@ -14,6 +14,7 @@ from sparkd.gguf.model_file import ModelFile
 from sparkd.ipc.internal import Decode, Decoded, Encode, Encoded, Refused, Run
 from sparkd.ipc.messages import MessageError, Part, Sampling, encode
 from sparkd.worker.desk import Desk, Prepare, Texts
+from sparkd.worker.limits import Room
 from sparkd.worker.sequences import Sequence
 
 DEMO = Path(__file__).parents[2] / "sparkd/demo/spark-demo-laguna.gguf"
@@ -28,7 +29,7 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 @pytest.fixture(scope="module")
 def texts() -> Iterator[Texts]:
-    texts = Texts(ModelFile.open(DEMO).metadata, context=2048, vocab=4096)
+    texts = Texts(ModelFile.open(DEMO).metadata, room=Room(2048), vocab=4096)
     yield texts
     texts.close()
 
@@ -40,7 +41,7 @@ def test_a_text_of_more_tokens_than_an_answer_holds_is_refused_with_both_numbers
 
 
 def test_what_has_ids_is_resumed_before_anything_for_texts_is_built() -> None:
-    texts = Texts(ModelFile.open(DEMO).metadata, context=2048, vocab=4096)
+    texts = Texts(ModelFile.open(DEMO).metadata, room=Room(2048), vocab=4096)
     run = Run(1, None, [100, 200], None, None, {}, Sampling(seed=1), [], 8, ignore_eos=False, produced=[300])
     resumed = texts.work(run)
     assert isinstance(resumed, Sequence) and list(resumed.tokens) == [100, 200, 300]
@@ -153,4 +154,12 @@ def test_output_may_be_shortened_to_what_the_context_leaves_and_a_prompt_never(t
     little = texts.work(order(tokens=[1] * 2000, max_tokens=5, shorten=True))
     assert isinstance(little, Sequence) and little.max_tokens == 5
     over = texts.work(order(tokens=[1] * 2048, max_tokens=5000, shorten=True))
-    assert isinstance(over, Refused) and "2048 prompt tokens" in over.message
+    assert isinstance(over, Refused) and "the prompt has 2048 tokens" in over.message
+
+
+def test_the_status_says_what_conversations_may_hold_once_the_template_is_built() -> None:
+    texts = Texts(ModelFile.open(DEMO).metadata, room=Room(2048), vocab=4096)
+    assert texts.chat == {}
+    texts.work(Prepare())
+    assert texts.chat["tools"] is False and "enable_thinking" in texts.chat["options"] and not texts.chat["missing"]
+    texts.close()

@@ -15,6 +15,7 @@ from sparkd.supervisor.admission import Served
 from sparkd.supervisor.front_door import HELD_BYTES, FrontDoor
 from sparkd.supervisor.questions import MAX_CHARACTERS, MAX_QUESTIONS
 from sparkd.supervisor.requests import PROGRESS_S
+from sparkd.worker.limits import Room
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_what_an_app_sent_is_forgotten_once_the_ids_of_its_prompt_are_known(hous
 @pytest.mark.parametrize("times", [1, 5])
 def test_a_text_that_cannot_fit_however_it_is_cut_is_refused_at_once_with_both_numbers(kind: str, times: int) -> None:
     house = House()
-    house.door = FrontDoor(LIMITS, Served("tiny", 100, 50, longest_token=8), pid=7)
+    house.door = FrontDoor(LIMITS, Served("tiny", Room(100), 50, longest_token=8), pid=7)
     house.hello(b"a")
     fits = {"prompt": "é" * 4 * 90, "tokens": [1] * 90}
     over = {"prompt": "é" * (4 * 100 * times - 39), "tokens": [1] * (100 * times - 9)}
@@ -139,6 +140,31 @@ def test_a_text_that_cannot_fit_however_it_is_cut_is_refused_at_once_with_both_n
     refused = house.ask(b"a", **given | {kind: over[kind]})
     assert isinstance(refused, m.Failed) and not refused.retry
     assert f"{100 * times - 9} " in refused.message and "100" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("room", "advice"),
+    [
+        (Room(100, 100), "a request may have 100 (the model has no more); shorten the prompt"),
+        (
+            Room(100, 900),
+            "100 (limits.context; the model has 900); shorten the prompt or raise limits.context",
+        ),
+    ],
+)
+@pytest.mark.parametrize("fields", [{"tokens": [1] * 150}, {"tokens": None, "prompt": "x" * 150 * 8}])
+def test_advice_on_a_prompt_that_is_too_long_is_about_the_limit_that_holds(
+    room: Room, advice: str, fields: dict[str, Any]
+) -> None:
+    house = House()
+    house.door = FrontDoor(LIMITS, Served("tiny", room, 50, longest_token=8), pid=7)
+    house.hello(b"a")
+    refused = house.ask(b"a", **fields, max_tokens=1 << 30, shorten=True)
+    assert isinstance(refused, m.Failed) and "150 tokens and needs room for one more" in refused.message
+    assert refused.message.endswith(advice) and "max_tokens" not in refused.message
+    refused = house.ask(b"a", **fields, max_tokens=10)
+    assert isinstance(refused, m.Failed) and "max_tokens is 10, 160 positions together" in refused.message
+    assert ("raise limits.context" in refused.message) == (room.holds == "limits.context")
 
 
 @pytest.mark.parametrize(("prompt", "fits"), [(90, True), (91, False), (100, False), (500, False)])
@@ -178,8 +204,8 @@ def test_a_prompt_beyond_the_limit_is_refused_with_both_numbers(house: House, pr
         ({"traffic_tag": "Two Words"}, "traffic_tag is 'Two Words'; up to 24 characters of a to z"),
         ({"traffic_tag": "x" * 25}, "traffic_tag is"),
         ({"logprobs": 21}, "logprobs is 21; give a whole number from 0 to 20"),
-        ({"stop": ["x"] * 33}, "33 stop strings"),
-        ({"stop": [""]}, "a stop string has 0 characters"),
+        ({"stop": ["x"] * 33}, "stop: 33 strings"),
+        ({"stop": [""]}, "stop: a string has 0 characters"),
         ({"sampling": m.Sampling(temperature=-1.0)}, "temperature is -1.0; give a number from 0 to 100"),
         ({"sampling": m.Sampling(min_p=2.0)}, "min_p is 2.0; give a number from 0 to 1"),
         ({"sampling": m.Sampling(logit_bias=[m.Bias(50, 1.0)])}, "token 50 is not in the vocabulary"),
@@ -262,4 +288,4 @@ def test_output_that_may_be_shortened_never_keeps_a_prompt_out(house: House) -> 
     assert isinstance(house.ask(b"a", tokens=[1] * 90, max_tokens=500, shorten=True), m.Accepted)
     assert [run.max_tokens for run in house.orders()] == [10]
     refused = house.ask(b"a", tokens=[1] * 100, max_tokens=500, shorten=True)
-    assert isinstance(refused, m.Failed) and "100 prompt tokens" in refused.message
+    assert isinstance(refused, m.Failed) and "the prompt has 100 tokens" in refused.message

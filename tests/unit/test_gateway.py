@@ -76,6 +76,42 @@ def test_defaults_are_shown_and_used_where_a_request_is_silent(house: House) -> 
     assert [msg.sampling.top_k for msg in house.daemon.of(m.Generate)] == [3, 0]
 
 
+def test_the_model_is_told_with_its_age_its_context_and_what_its_template_has(house: House) -> None:
+    listed = ask(house, "/v1/models")[2]
+    assert ask(house, "/v1/models/")[2] == listed
+    model = listed["data"][0]
+    assert (model["created"], model["created_at"]) == (1_700_000_000, "2023-11-14T22:13:20Z")
+    assert model["context_length"] == 100 and model["chat"]["tools"] and model["chat"]["thinking"]
+    assert ask(house, "/v1/models/model")[2] == model and ask(house, "/v1/models/none")[0] == 404
+    props = ask(house, "/props")[2]
+    assert props["chat"] == model["chat"] and props["model"]["model_context"] == 900
+    assert (props["limits"]["context"], props["limits"]["context_from"]) == (100, "limits.context")
+    page = ask(house, "/metrics")[2]
+    assert 'spark_gateway_requests_total{route="/v1/models/{model}",status="404"} 1.0' in page.splitlines()
+
+
+def test_the_context_may_be_the_models_and_its_template_not_be_known_yet(fake_daemon: Start) -> None:
+    status = document()
+    status["model"]["model_context"], status["chat"] = 100, {}
+    with gateway(fake_daemon(status=status)) as house:
+        props = ask(house, "/props")[2]
+    assert (props["limits"]["context_from"], props["chat"]) == ("model", None)
+
+
+@pytest.mark.parametrize(("state", "words"), [("loading", "50 % of 2 bytes"), ("starting", "the daemon is starting")])
+def test_health_says_how_far_the_start_is(fake_daemon: Start, state: str, words: str) -> None:
+    status = document(state)
+    status["loading"] = {"done_bytes": 1, "total_bytes": 2}
+    with gateway(fake_daemon(status=status)) as house:
+        code, _, said = ask(house, "/health")
+    assert (code, said["state"]) == (503, state) and words in said["reason"]
+
+
+def test_the_one_model_need_not_be_named(house: House) -> None:
+    status, _, said = ask(house, CHAT, {"messages": BODY["messages"]})
+    assert (status, said["model"]) == (200, "model")
+
+
 def test_texts_become_tokens_and_tokens_texts(house: House) -> None:
     assert ask(house, "/tokenize", {"content": "ab", "special": True})[2] == {"tokens": [97, 98], "count": 2}
     assert ask(house, "/tokenize", {"messages": BODY["messages"]})[2]["tokens"] == [72, 105]
@@ -142,7 +178,9 @@ def test_what_is_not_there_and_other_methods_are_said(house: House) -> None:
     status, _, said = ask(house, "/v1/embeddings", BODY)
     assert status == 404 and "/v1/embeddings is not served here" in said["error"]["message"]
     status, headers, said = ask(house, CHAT)
-    assert status == 405 and headers["allow"] == "POST" and "POST is" in said["error"]["message"]
+    assert status == 405 and headers["allow"] == "POST"
+    assert said["error"]["message"] == f"GET {CHAT} is not served here; ask with POST"
+    assert ask(house, "/props", BODY)[2]["error"]["message"].endswith("; ask with GET or HEAD")
     assert ask(house, "/v1/messages/nothing", BODY)[2]["type"] == "error"
 
 

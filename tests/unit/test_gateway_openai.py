@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from gateway_house import CALLS, THOUGHT, TOOLS, WEATHER, House, gateway
+from gateway_status import document
 from openai import OpenAI
 
 from spark_client import messages as m
@@ -26,7 +27,7 @@ def script(ask: m.Generate) -> list[str] | m.Failed:
 
 @pytest.fixture
 def house(fake_daemon: Start) -> Iterator[House]:
-    with gateway(fake_daemon(plan=script), aliases=frozenset({"gpt-4o"})) as made:
+    with gateway(fake_daemon(plan=script, status=document()), aliases=frozenset({"gpt-4o"})) as made:
         yield made
 
 

@@ -12,6 +12,7 @@ from sparkd.ipc import messages as m
 from sparkd.supervisor import overview
 from sparkd.supervisor.admission import Served
 from sparkd.supervisor.front_door import FrontDoor
+from sparkd.worker.limits import Room
 
 NO_TIME = m.Timings(0.0, 0.0, 0.0)
 SECRET = "the secret plan"
@@ -20,7 +21,7 @@ SECRET = "the secret plan"
 @pytest.fixture
 def door() -> FrontDoor:
     """Two apps; one request is decoded without credit, one is read, one waits."""
-    made = FrontDoor(LimitSettings(context=100, sequences=2, queue=3), Served("tiny", 100, 50), pid=7)
+    made = FrontDoor(LimitSettings(context=100, sequences=2, queue=3), Served("tiny", Room(100), 50), pid=7)
     made.worker_ready(0.0)
     for peer, name in ((b"a", "editor"), (b"b", 'b\n"')):
         made.receive(peer, m.Hello([m.VERSION], name), 0.0)
@@ -79,7 +80,7 @@ def test_every_request_is_logged_once_however_it_ends(door: FrontDoor) -> None:
 
 def test_a_long_queue_is_listed_in_part() -> None:
     limits = LimitSettings(context=100, queue=overview.MOST + 10)
-    door = FrontDoor(limits, Served("tiny", 100, 50), pid=7)
+    door = FrontDoor(limits, Served("tiny", Room(100), 50), pid=7)
     door.receive(b"a", m.Hello([m.VERSION], "a"), 0.0)
     for number in range(overview.MOST + 10):
         door.receive(b"a", m.Generate(tag=number, tokens=[1], max_tokens=1), 0.0)

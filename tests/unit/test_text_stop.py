@@ -88,7 +88,7 @@ def test_without_stop_strings_everything_passes() -> None:
 
 @pytest.mark.parametrize("stops", [[""], ["x" * (MAX_STOP_CHARACTERS + 1)], ["x"] * (MAX_STOPS + 1)])
 def test_impossible_stop_strings_are_refused(stops: list[str]) -> None:
-    with pytest.raises(RequestError, match="stop string"):
+    with pytest.raises(RequestError, match="stop: "):
         StopMatcher(stops)
 
 
