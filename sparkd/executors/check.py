@@ -27,17 +27,21 @@ def check_batch(
         raise ValueError(f"a step takes 1 to {max_rows} rows, not {rows}")
     if sum(s.length for s in batch.segments) != rows or any(s.length < 1 for s in batch.segments):
         raise ValueError(f"segments of {[s.length for s in batch.segments]} rows do not cover {rows} rows")
-    if len(batch.logits_rows) and not (batch.logits_rows.min() >= 0 and batch.logits_rows.max() < rows):
-        raise ValueError(f"logits of rows {batch.logits_rows.tolist()} wanted, of {rows} rows")
-    for segment in batch.segments:
-        _check_segment(segment, program, layout, pages, slots)
-    _check_ownership(batch.segments, layout)
-    outside = batch.tokens[(batch.tokens < 0) | (batch.tokens >= program.vocab)]
-    if len(outside):
-        raise RequestError(f"token id {outside[0]} is outside the vocabulary of {program.vocab}")
+    wanted = batch.logits_rows.tolist()
+    if wanted and not 0 <= min(wanted) <= max(wanted) < rows:
+        raise ValueError(f"logits of rows {wanted} wanted, of {rows} rows")
+    written = [_check_segment(segment, program, layout, pages, slots) for segment in batch.segments]
+    _check_ownership(batch.segments, written, layout)
+    tokens = batch.tokens.tolist()
+    if not 0 <= min(tokens) <= max(tokens) < program.vocab:
+        outside = next(token for token in tokens if not 0 <= token < program.vocab)
+        raise RequestError(f"token id {outside} is outside the vocabulary of {program.vocab}")
 
 
-def _check_segment(segment: Segment, program: Program, layout: StateLayout, pages: Sequence[int], slots: int) -> None:
+def _check_segment(
+    segment: Segment, program: Program, layout: StateLayout, pages: Sequence[int], slots: int
+) -> list[list[int]]:
+    """The physical pages of each group that the segment writes, in order."""
     end = segment.start + segment.length
     if not 0 <= segment.start < end <= program.context:
         raise ValueError(f"positions {segment.start} to {end - 1} lie outside the context of {program.context}")
@@ -45,30 +49,32 @@ def _check_segment(segment: Segment, program: Program, layout: StateLayout, page
         raise ValueError(f"state slot {segment.state} does not exist, there are {slots}")
     if len(segment.pages) != len(layout.groups):
         raise ValueError(f"{len(segment.pages)} page tables for {len(layout.groups)} page groups")
+    written = []
     for group, table, count in zip(layout.groups, segment.pages, pages, strict=True):
         first, last = group.first_page(segment.start), (end - 1) // PAGE
-        visible = table[first : last + 1]
-        if len(visible) != last + 1 - first or visible.min() < 0 or visible.max() >= count:
+        visible = table[first : last + 1].tolist()
+        if len(visible) != last + 1 - first or min(visible) < 0 or max(visible) >= count:
             raise ValueError(
                 f"positions {segment.start} to {end - 1} (window {group.window}) need logical pages {first} to {last}"
-                f" among {count} physical ones, the table maps them to {visible.tolist()}"
+                f" among {count} physical ones, the table maps them to {visible}"
             )
+        written.append(visible[segment.start // PAGE - first :])
+    return written
 
 
-def _check_ownership(segments: Sequence[Segment], layout: StateLayout) -> None:
-    """No two segments may write the same page or the same record."""
+def _check_ownership(segments: Sequence[Segment], written: Sequence[list[list[int]]], layout: StateLayout) -> None:
+    """No two segments may write the same page or the same record; `written`: pages by segment and group."""
     if layout.record_bytes:
         states = [s.state for s in segments]
         if len(set(states)) != len(states):
             raise ValueError(f"a sequence is in the batch twice: state slots {states}")
     for number in range(len(layout.groups)):
-        written: set[int] = set()
-        for segment in segments:
-            last = (segment.start + segment.length - 1) // PAGE
-            mine = set(segment.pages[number][segment.start // PAGE : last + 1].tolist())
-            if len(mine) != last + 1 - segment.start // PAGE or mine & written:
-                raise ValueError(f"two places of the batch write page {min(mine & written or mine)} of group {number}")
-            written |= mine
+        taken: set[int] = set()
+        for groups in written:
+            mine = set(groups[number])
+            if len(mine) != len(groups[number]) or mine & taken:
+                raise ValueError(f"two places of the batch write page {min(mine & taken or mine)} of group {number}")
+            taken |= mine
 
 
 def check_experts(ids: NDArray[np.int16], experts: Sequence[int]) -> None:

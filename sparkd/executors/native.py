@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sparkd.errors import UnsupportedError
 from sparkd.executors.base import Batch, RecordRefused, RowKind, Segment, Stager, StepResult
-from sparkd.executors.check import check_batch, check_experts
+from sparkd.executors.check import check_batch
 from sparkd.executors.weights import Piece, Weights
 from sparkd.gguf.formats import Arithmetic, Format
 from sparkd.graph import ops
@@ -94,6 +94,9 @@ class NativeExecutor:
         self._rows = 0
         self._top_k = _common_top_k(program)
         self._experts = tuple(layer.experts for layer in program.expert_layers)
+        self._page_counts = [len(p) for p in memory.pages]
+        # Of steps of which the best tokens alone are wanted.
+        self._logits = np.empty((0, program.vocab), np.float32)
         if stager is None:
             self.publish(weights.records())
 
@@ -108,25 +111,34 @@ class NativeExecutor:
 
     def step(self, batch: Batch) -> StepResult:
         """Run all rows. RequestError and ValueError (see `check_batch`) are raised before anything is touched."""
-        pages = [len(p) for p in self._memory.pages]
-        check_batch(batch, self._program, self._layout, pages, len(self._memory.records), self._max_rows)
+        slots = len(self._memory.records)
+        check_batch(batch, self._program, self._layout, self._page_counts, slots, self._max_rows)
         self._rows = len(batch.tokens)
+        wanted = len(batch.logits_rows)
         segments, tables = _flatten(batch.segments)
         # The plan uses all of these until the step has ended.
         tokens = np.ascontiguousarray(batch.tokens, np.int32)
         logits_rows = np.ascontiguousarray(batch.logits_rows, np.int32)
-        logits = np.empty((len(batch.logits_rows), self._program.vocab), np.float32)
+        logits = self._room_for_logits(wanted) if batch.best_of else np.empty((wanted, self._program.vocab), np.float32)
+        best = np.empty(wanted, np.int32)
         experts = np.empty((len(self._experts), self._rows, self._top_k), np.int16)
         waited = np.empty(self._rows, np.int32)
         if self._stager is not None and (addresses := self._stager.begin()) is not None:
             self._plan.publish(addresses)
         waited_s = 0.0
-        pause = self._plan.step(tokens, segments, tables, logits_rows, logits, experts, waited)
+        pause = self._plan.step(tokens, segments, tables, logits_rows, logits, batch.best_of, best, experts, waited)
         while pause is not None:
             waited_s += self._bring(*pause)
             pause = self._plan.resume()
-        check_experts(experts, self._experts)
+        if batch.best_of:
+            return StepResult(logits[:0], experts, waited, waited_s, best)
         return StepResult(logits, experts, waited, waited_s)
+
+    def _room_for_logits(self, rows: int) -> NDArray[np.float32]:
+        """Memory for logits that do not leave the executor, used again by the next step."""
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, self._program.vocab), np.float32)
+        return self._logits[:rows]
 
     def _bring(self, layer: int, decode: list[int], prefill: list[int]) -> float:
         """Have the experts of a paused step computed: those that are there while the absent ones come, then those.

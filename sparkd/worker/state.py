@@ -85,8 +85,9 @@ class StatePool:
         """Take back the pages that no query at `position` or later can see."""
         for group, table in enumerate(holding.tables):
             visible = min(self.layout.groups[group].first_page(position), holding.end[group])
-            self._take_back(group, table[holding.first[group] : visible])
-            holding.first[group] = max(holding.first[group], visible)
+            if visible > holding.first[group]:
+                self._take_back(group, table[holding.first[group] : visible])
+                holding.first[group] = visible
 
     def release(self, holding: Holding) -> None:
         """Take everything back; `holding` must not be used again."""

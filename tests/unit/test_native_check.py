@@ -12,6 +12,7 @@ from sparkd.executors.base import Batch, RowKind, Segment
 from sparkd.executors.check import check_batch, check_experts
 from sparkd.graph.program import ConvState, KvCache, Program
 from sparkd.graph.state import StateLayout
+from sparkd.kernels import available, native
 
 PROGRAM = Program(
     "test", 8, 50, 400, (), (KvCache(0, 1, 4, 0), KvCache(1, 1, 4, 64)), (ConvState(2, 3, 8),), (), (), ()
@@ -102,3 +103,15 @@ def test_expert_ids_are_checked_in_any_memory_order(rows: int) -> None:
         ids[2, 0, 1] = outside
         with pytest.raises(ValueError, match="expert layer 2 chose an expert outside 0 to 15"):
             check_experts(ids, (16, 16, 16))
+
+
+@pytest.mark.parametrize("isa", available())
+def test_the_plan_checks_expert_ids_before_it_uses_them(isa: str) -> None:
+    check_choice = native(isa).arithmetic.check_choice
+    check_choice(np.array([3, 0, 15, 1, 2, 3], np.int32), 3, 16, 4)
+    check_choice(np.empty(0, np.int32), 3, 16, 4)
+    with pytest.raises(RuntimeError, match="expert layer 4 chose one expert twice"):
+        check_choice(np.array([3, 0, 15, 1, 2, 1], np.int32), 3, 16, 4)
+    for outside in (16, -1):
+        with pytest.raises(RuntimeError, match="expert layer 4 chose an expert outside 0 to 15"):
+            check_choice(np.array([3, 0, 15, 1, 2, outside], np.int32), 3, 16, 4)

@@ -114,11 +114,11 @@ class Made:
         self.memory = StateMemory.allocate(LAYOUT, (4,), 2)
         self.executor = NativeExecutor(PROGRAM, self.weights, LAYOUT, self.memory, max_rows=100, threads=2, **options)
 
-    def step(self, tokens: np.ndarray = TOKENS, start: int = 0, table: np.ndarray | None = None):
+    def step(self, tokens: np.ndarray = TOKENS, start: int = 0, table: np.ndarray | None = None, best_of: int = 0):
         table = np.array([3, 2, 1, 0], np.int32) if table is None else table
         rows = np.arange(len(tokens), dtype=np.int32)
         segment = Segment(start, len(tokens), (table,), 1, RowKind.PREFILL)
-        return self.executor.step(Batch(tokens, (segment,), rows))
+        return self.executor.step(Batch(tokens, (segment,), rows, best_of))
 
     def state_bytes(self) -> bytes:
         return b"".join(array.tobytes() for array in (*self.memory.pages, self.memory.records))
@@ -141,6 +141,29 @@ def test_a_sequence_at_position_0_starts_from_zeroed_state_in_a_used_slot() -> N
     first = made.step()
     made.memory.records[:] = 0xFF
     assert made.step().logits.tobytes() == first.logits.tobytes()
+
+
+@pytest.mark.parametrize("best_of", [1, 7, VOCAB])
+def test_the_best_tokens_alone_are_those_of_the_logits(best_of: int) -> None:
+    made = Made()
+    expected = made.step().logits[:, :best_of].argmax(axis=1)
+    assert len(set(expected.tolist())) > 1 or best_of == 1
+    for count in (100, 1, 50):  # memory of longer steps is used again
+        found = made.step(TOKENS[:count], best_of=best_of)
+        assert found.logits.shape == (0, VOCAB)
+        assert found.best is not None
+        assert found.best.tolist() == expected[:count].tolist()
+
+
+def test_a_logit_that_is_not_finite_is_told_instead_of_the_best() -> None:
+    weights = MadeWeights(PROGRAM)
+    weights.arrays["head"][[5, 9]] = np.inf
+    best = Made(weights).step(TOKENS[:3], best_of=VOCAB).best
+    assert best is not None
+    assert best.tolist() == [-6, -6, -6]
+    best = Made(weights).step(TOKENS[:3], best_of=5).best
+    assert best is not None
+    assert min(best.tolist()) >= 0
 
 
 def test_views_with_strides_mean_the_same() -> None:

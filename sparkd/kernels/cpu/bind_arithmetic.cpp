@@ -11,6 +11,7 @@
 #include "common/blocks.h"
 #include "common/philox.h"
 #include "common/rope.h"
+#include "cpu/experts.h"
 #include "cpu/sampler.h"
 
 namespace nb = nanobind;
@@ -208,6 +209,9 @@ void bind_arithmetic(nb::module_& module) {
     m.def("rope_row", &rope_row, "position, inv_freq, magnitude -> cosines, sines");
     m.def("rotate", &rotate);
     m.def("philox", &philox);
+    m.def("check_choice", [](Input<int32_t> ids, int top_k, int64_t experts, size_t layer) {
+        spark::check_choice(ids.data(), static_cast<int64_t>(ids.size()) / top_k, top_k, experts, layer);
+    });
     m.def("formats", &formats, "(ggml id, elements, bytes, class) of every type");
     m.def("dequantise_row", &dequantise_row);
     m.def("quantise_row", &quantise_row, "x, form -> q, a");

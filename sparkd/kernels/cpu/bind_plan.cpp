@@ -64,10 +64,11 @@ std::optional<Pause> pause(Plan& plan) {
 // Segments are rows of (length, start, slot, whether decode, and per page group the index of its first entry in
 // `tables`). All arrays are used until the step has ended.
 std::optional<Pause> run_step(Plan& plan, Integers tokens, Array<const int64_t, 2> segments, Integers tables,
-                              Integers logits_rows, Array<float, 2> logits, Array<int16_t, 3> experts,
-                              Array<int32_t, 1> waited) {
+                              Integers logits_rows, Array<float, 2> logits, int32_t best_of,
+                              Array<int32_t, 1> best, Array<int16_t, 3> experts, Array<int32_t, 1> waited) {
+    if (best_of < 0 || static_cast<size_t>(best_of) > logits.shape(1)) throw nb::value_error("best of too many ids");
     Plan::Rows rows = {tokens.data(), static_cast<int64_t>(tokens.size()), {}, logits_rows.data(),
-                       static_cast<int64_t>(logits_rows.size())};
+                       static_cast<int64_t>(logits_rows.size()), best_of, best.data()};
     const size_t fields = segments.shape(1);
     int64_t row = 0;
     for (size_t i = 0; i < segments.shape(0); ++i) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <string>
 
 #include "cpu/linear.h"
 
@@ -34,6 +35,18 @@ void largest(const float* keys, int n, int k, int32_t* ids) {
 }
 
 }  // namespace
+
+void check_choice(const int32_t* ids, int64_t rows, int top_k, int64_t experts, size_t layer) {
+    const auto refuse = [&](const std::string& what) {
+        throw std::logic_error("expert layer " + std::to_string(layer) + " chose " + what);
+    };
+    for (const int32_t* row = ids; row != ids + rows * top_k; row += top_k)
+        for (int rank = 0; rank < top_k; ++rank) {
+            if (row[rank] < 0 || row[rank] >= experts)
+                refuse("an expert outside 0 to " + std::to_string(experts - 1));
+            if (std::find(row, row + rank, row[rank]) != row + rank) refuse("one expert twice for a row");
+        }
+}
 
 Route::Route(Step& step, Value x, const Weight& weight, const float* bias, size_t choice, bool sigmoid, float scale)
     : x_(x), weight_(weight), bias_(bias), choice_(choice), sigmoid_(sigmoid), scale_(scale) {
@@ -115,7 +128,9 @@ void Experts::group(const Choice& choice, int64_t rows) {
 
 void Experts::run(Step& step) {
     const std::vector<uint64_t>& records = step.records[layer_];
-    group(step.choices[choice_], step.rows);
+    const Choice& choice = step.choices[choice_];
+    check_choice(choice.ids.data(), step.rows, choice.top_k, static_cast<int64_t>(records.size()), layer_);
+    group(choice, step.rows);
     absent_.clear();
     parts_.clear();
     for (size_t e = 0; e < records.size(); ++e) {

@@ -5,6 +5,9 @@
 
 namespace spark {
 
+// std::logic_error unless the `top_k` ids of each row are those of different experts: they become indices.
+void check_choice(const int32_t* ids, int64_t rows, int top_k, int64_t experts, size_t layer);
+
 class Route : public Operation {
   public:
     // `bias` may be null. Weights are multiplied by `scale` unless it is 1.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cpu/sampler.h"
+
 namespace spark {
 
 namespace {
@@ -59,6 +61,11 @@ void Logits::run(Step& step) {
     step.work.gathered.take(gathered, step.logits_count, x_.width);
     const Activations& x = step.work.gathered.get(step.pool, weight_.format->cls);
     multiply(step, weight_, x, step.logits_count, step.logits, weight_.rows);
+    if (step.best_of == 0) return;
+    step.pool.run(step.logits_count, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i)
+            step.best[i] = best_token(step.logits + i * weight_.rows, step.best_of);
+    });
 }
 
 }  // namespace spark

@@ -41,6 +41,8 @@ void Plan::take(Rows rows, float* logits) {
     step_.logits_rows = rows.logits_rows;
     step_.logits_count = rows.logits_count;
     step_.logits = logits;
+    step_.best_of = rows.best_of;
+    step_.best = rows.best;
     step_.taken = -1;
     step_.paused = nullptr;
     std::fill(step_.waited.begin(), step_.waited.end(), 0);

@@ -34,6 +34,8 @@ class Plan {
         std::vector<Segment> segments;
         const int32_t* logits_rows;
         int64_t logits_count;
+        int32_t best_of = 0;      // of so many ids the best of each row of logits goes to `best`, if any
+        int32_t* best = nullptr;  // [logits_count]: see best_token
     };
 
     // Runs the operations, to the end or to the next pause (`step().paused`). All memory handed in is used until the

@@ -52,29 +52,6 @@ uint64_t weight(float logit, float best, float temperature) {
     return static_cast<uint64_t>(exp((logit - best) / temperature) * 0x1p32f);
 }
 
-// The first of the largest logits. The loop has independent lanes, so that compilers see vectors.
-int32_t best_token(const float* logits, int32_t n) {
-    constexpr int32_t LANES = 16;
-    float largest[LANES];
-    int32_t magnitude[LANES] = {};
-    for (float& lane : largest) lane = logits[0];
-    const auto look = [&](int32_t id, int32_t lane) {
-        const auto bits = static_cast<int32_t>(bits_of(logits[id]) & 0x7fffffffu);
-        magnitude[lane] = bits > magnitude[lane] ? bits : magnitude[lane];
-        largest[lane] = larger(logits[id], largest[lane]);
-    };
-    int32_t id = 0;
-    for (; id + LANES <= n; id += LANES)
-        for (int32_t lane = 0; lane < LANES; ++lane) look(id + lane, lane);
-    for (; id < n; ++id) look(id, id % LANES);
-    if (*std::max_element(magnitude, magnitude + LANES) >= 0x7f800000) {
-        id = 0;
-        while (is_finite(logits[id])) ++id;
-        throw std::domain_error("the logit of token " + std::to_string(id) + " is not finite");
-    }
-    return static_cast<int32_t>(std::find(logits, logits + n, *std::max_element(largest, largest + LANES)) - logits);
-}
-
 // Infinities become the largest finite values.
 float limited(float x) {
     constexpr float LARGEST = 0x1.fffffep+127f;
@@ -190,10 +167,40 @@ class Draw {
     size_t count_;
 };
 
+// best_token where all logits have to be finite.
+int32_t best_finite_token(const float* logits, int32_t n) {
+    const int32_t best = best_token(logits, n);
+    if (best < 0) throw std::domain_error("the logit of token " + std::to_string(-1 - best) + " is not finite");
+    return best;
+}
+
 }  // namespace
 
+int32_t best_token(const float* logits, int32_t n) {
+    constexpr int32_t LANES = 16;
+    float largest[LANES];
+    int32_t magnitude[LANES] = {};
+    for (float& lane : largest) lane = logits[0];
+    // Lanes are independent, so that compilers see vectors.
+    const auto look = [&](int32_t id, int32_t lane) {
+        const auto bits = static_cast<int32_t>(bits_of(logits[id]) & 0x7fffffffu);
+        magnitude[lane] = bits > magnitude[lane] ? bits : magnitude[lane];
+        largest[lane] = larger(logits[id], largest[lane]);
+    };
+    int32_t id = 0;
+    for (; id + LANES <= n; id += LANES)
+        for (int32_t lane = 0; lane < LANES; ++lane) look(id + lane, lane);
+    for (; id < n; ++id) look(id, id % LANES);
+    if (*std::max_element(magnitude, magnitude + LANES) >= 0x7f800000) {
+        id = 0;
+        while (is_finite(logits[id])) ++id;
+        return -1 - id;
+    }
+    return static_cast<int32_t>(std::find(logits, logits + n, *std::max_element(largest, largest + LANES)) - logits);
+}
+
 int32_t sample(const float* logits, int32_t vocabulary, const SamplerOptions& options, const History& history, uint64_t index) {
-    int32_t best = best_token(logits, vocabulary);
+    int32_t best = best_finite_token(logits, vocabulary);
     const bool repetition = options.repetition_penalty != 1.0f && history.count > 0;
     const bool output = (options.presence_penalty != 0.0f || options.frequency_penalty != 0.0f) && history.count > history.prompt;
     std::optional<Adjusted> adjusted;
@@ -203,7 +210,7 @@ int32_t sample(const float* logits, int32_t vocabulary, const SamplerOptions& op
         if (repetition) adjusted->penalise_repetition(history, options.repetition_penalty);
         if (output) adjusted->penalise_output(history, options.frequency_penalty, options.presence_penalty);
         logits = adjusted->data();
-        best = best_token(logits, vocabulary);
+        best = best_finite_token(logits, vocabulary);
     }
     if (options.temperature == 0.0f) return best;
     Draw draw(logits, vocabulary, logits[best]);

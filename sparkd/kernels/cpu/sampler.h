@@ -33,6 +33,9 @@ struct Logprob {
     float value;
 };
 
+// The first of the largest logits, or -1 - the id of the first that is not finite.
+int32_t best_token(const float* logits, int32_t n);
+
 // The token chosen from `logits` [vocabulary] as output number `index` of its request.
 // Throws std::domain_error when a logit is not finite.
 int32_t sample(const float* logits, int32_t vocabulary, const SamplerOptions& options, const History& history, uint64_t index);

@@ -144,6 +144,8 @@ class Step {
     const int32_t* logits_rows = nullptr;
     int64_t logits_count = 0;
     float* logits = nullptr;  // [logits_count][vocab]
+    int32_t best_of = 0;      // of so many ids the best is wanted, if any
+    int32_t* best = nullptr;  // [logits_count]: see best_token
     int taken = -1;           // id of the value in work.inputs
     std::vector<int32_t> waited;  // per row: of the experts it chose, those that had no address
     Experts* paused = nullptr;    // what the step waits in
