@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -218,7 +218,7 @@ class AsyncStream(Output):
         self._tag = tag
         self._mail = mail
 
-    async def events(self, timeout: float | None = None) -> AsyncIterator[m.Progress | m.Chunk | m.Finished]:
+    async def events(self, timeout: float | None = None) -> AsyncGenerator[m.Progress | m.Chunk | m.Finished, None]:
         """Every message of the request, Finished last. RequestFailed when the daemon ends it, ConnectionFailed when
         the daemon is gone, TimeoutError when no message comes for `timeout` seconds (the request goes on).
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,18 +79,21 @@ class Answer:
     async def _read(self) -> AsyncIterator[Event]:
         clock = asyncio.get_running_loop().time
         told = clock()
+        left = ALIVE_S
         while self.stream.finish_reason is None:
             try:
-                async for event in self.stream.events(ALIVE_S):
-                    taken = self._take(event)
-                    # News of a place in the queue are none for the client.
-                    if not taken and clock() - told >= ALIVE_S:
-                        taken = [Alive()]
-                    for out in taken:
-                        told = clock()
-                        yield out
+                async with aclosing(self.stream.events(left)) as events:
+                    async for event in events:
+                        taken = self._take(event)
+                        for out in taken:
+                            told = clock()
+                            yield out
+                        # News of a place in the queue are none for the client: the time that it waits goes on.
+                        if not taken or left < ALIVE_S:
+                            left = ALIVE_S if taken else max(0.0, told + ALIVE_S - clock())
+                            break
             except TimeoutError:
-                told = clock()
+                told, left = clock(), ALIVE_S
                 yield Alive()
 
     async def read(self) -> Answer:

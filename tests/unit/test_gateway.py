@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from gateway_house import House, ask, gateway
 from gateway_status import document
 
 from spark_client import messages as m
-from spark_gateway import answer
 from spark_gateway.body import MAX_BYTES, MAX_DEPTH
 from spark_gateway.errors import ApiError
 from spark_gateway.keys import Holder, Keys, KeysError, make
@@ -272,26 +270,3 @@ def test_the_gateway_finds_the_daemon_that_follows(fake_daemon: Start, tmp_path:
         with FakeDaemon(path):
             assert ask(house, CHAT, BODY)[0] in (200, 503)
             assert ask(house, CHAT, BODY)[0] == 200
-
-
-def test_a_stream_that_waits_says_that_it_lives_whatever_news_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Waiting:
-        finish_reason: str | None = None
-
-        async def events(self, timeout: float) -> AsyncIterator[Any]:
-            for position in (3, 2):
-                yield m.Progress(1, "queued", 0, 0, position)
-            yield m.Progress(1, "prefill", 1, 5)
-            yield m.Chunk(1, 0, [7], "", None, [m.Part("text", "x")])
-            self.finish_reason = "stop"
-
-    async def read() -> list[Any]:
-        return [event async for event in answer.Answer(Waiting()).events()]  # type: ignore[arg-type]
-
-    monkeypatch.setattr(answer, "ALIVE_S", 0.0)
-    alive, began = answer.Alive(), answer.Began(5)
-    assert asyncio.run(read()) == [alive, alive, began, answer.Piece([m.Part("text", "x")], [7])]
-    monkeypatch.setattr(answer, "ALIVE_S", 1000.0)
-    assert asyncio.run(read())[0] == began

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from gateway_house import TOOLS, House, ask, gateway
 from gateway_status import document
 
 from spark_client import messages as m
-from spark_gateway import answer, daemon
+from spark_gateway import daemon
 from spark_gateway.keys import Keys, make
 from sparkd.config import LimitSettings
 from sparkd.errors import SparkError
@@ -128,27 +127,6 @@ def test_a_switch_of_thoughts_that_a_template_lacks_is_named_as_it_was_sent(fake
         for path, options, name in sent:
             status, error = error_of(house, path, {**BODIES[path], **options})
             assert status == 400 and error["message"] == f"{name}: there is no such option"
-
-
-def test_a_stream_begins_when_it_has_waited_for_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Waiting:
-        finish_reason: str | None = None
-        calls = 0
-
-        async def events(self, timeout: float) -> AsyncIterator[Any]:
-            self.calls += 1
-            if self.calls == 1:
-                raise TimeoutError
-            yield m.Chunk(1, 0, [7], "x")
-            self.finish_reason = "stop"
-
-    async def begin() -> list[Any]:
-        made = answer.Answer(Waiting())  # type: ignore[arg-type]
-        await made.begin()
-        assert made.text == ""
-        return [event async for event in made.events()]
-
-    assert asyncio.run(begin()) == [answer.Alive(), answer.Piece([m.Part("text", "x")], [7])]
 
 
 def test_a_queue_that_is_full_is_not_asked_again_for_each_request(
