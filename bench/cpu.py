@@ -67,12 +67,13 @@ def measure(work: Callable[[], object]) -> tuple[float, float]:
 
 
 class FileWeights:
-    """Core tensors where the file is mapped; records put together in memory, as the store does."""
+    """Core tensors and records in memory of their own, which is in huge pages like the arena of a daemon."""
 
     def __init__(self, model: ModelFile, program: Program) -> None:
         self._model = model
         self._program = program
         self._files = [np.memmap(shard.path, np.uint8, "r") for shard in model.shards]
+        self._core: dict[str, NDArray[np.uint8]] = {}
         self._records = []
         for layer in program.expert_layers:
             matrices = [self._matrix(w, layer.experts) for w in (layer.gate, layer.up, layer.down)]
@@ -87,7 +88,9 @@ class FileWeights:
 
     def tensor(self, name: str) -> Stored:
         tensor = self._model.tensors[name]
-        return Stored(self._files[tensor.shard].ctypes.data + tensor.offset, tensor.format)
+        if name not in self._core:
+            self._core[name] = self._files[tensor.shard][tensor.offset : tensor.offset + tensor.nbytes].copy()
+        return Stored(self._core[name].ctypes.data, tensor.format)
 
     def pieces(self, layer: int) -> tuple[Piece, Piece, Piece]:
         pieces, offset = [], 0

@@ -12,9 +12,19 @@ namespace spark::row_products {
 
 using namespace layouts;
 
-// Bytes ahead of the block in hand that are fetched into the nearest cache: the hardware alone does not run far enough
-// ahead, and of what is fetched farther ahead a part is gone again when its turn comes.
-constexpr int kAhead = 2048;
+// Bytes ahead of the block in hand that are fetched: the hardware alone does not run far enough ahead. The nearest cache
+// is for what comes soon, as of what is fetched into it farther ahead a part is gone again when its turn comes; memory
+// needs more time than that gives.
+constexpr int kAhead = 2048;     // into the nearest cache
+constexpr int kFarAhead = 8192;  // into the next
+
+// Fetches what lies as far ahead of `bytes` from `b`.
+[[gnu::always_inline]] inline void fetch_ahead(const uint8_t* b, int bytes) {
+    for (int line = 0; line < bytes; line += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + line, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(b) + kFarAhead + line, _MM_HINT_T1);
+    }
+}
 
 struct QuantisedRow {
     const int8_t* q;
@@ -41,9 +51,7 @@ inline __m256i first_lanes(int count) {
 template <class T, class Scales>
 [[gnu::always_inline]] inline Sum block_sum(const uint8_t* b, const Scales& scales, const QuantisedRow& x, int64_t block) {
     const int8_t* q = x.q + 256 * block;
-    _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead, _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + 64, _MM_HINT_T0);
-    if constexpr (T::kBytes > 128) _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + 128, _MM_HINT_T0);
+    fetch_ahead(b, T::kBytes);
     Sum sum = no_sum();
     if constexpr (T::kBias != 0) {
         // Two sub-blocks per lane: what the bias made too much, shifted by its power of two.
@@ -151,8 +159,7 @@ template <class T>
 inline __m256 narrow_terms(const uint8_t* b, const QuantisedRow& x, int64_t block, int count) {
     constexpr int bias = T::kSigned ? kSignedBias : T::kBias;
     __m256i sums[8];
-    for (int line = 0; line < 8 * T::kBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(b) + kAhead + line, _MM_HINT_T0);
+    fetch_ahead(b, 8 * T::kBytes);
     for (int j = 0; j < 8; ++j) {
         sums[j] = _mm256_setzero_si256();
         if (j >= count) continue;
