@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Threads that read at the same time: as many as make a difference (bench/README.md).
 READERS = 8
+#: The same for what a step waits for: the pieces of one record. More at a time would have all records come at the end,
+#: when they could be computed one after another.
+EXPRESS = 3
 #: Extents of jobs nobody waits for that may be under way at a time, once the arena is filled.
 BACKGROUND = 2
 #: Called when all of a job has been copied, or with why it was not.
@@ -148,7 +151,7 @@ class Copier:
         with self._changed:
             self._background = min(BACKGROUND, self._readers)
             self._filled = True
-            self._express = Readers(self._readers)
+            self._express = Readers(min(EXPRESS, self._readers))
             self._threads.append(threading.Thread(target=self._end_express, args=[self._express], name="express"))
             self._threads[-1].start()
 

@@ -31,7 +31,7 @@ from sparkd.store.layout import Slab
 #: A store that does not even take messages for so long is replaced by the supervisor, or this worker is.
 _SEND_S = 60.0
 #: Bytes of one part of decode, where that is two experts or more: messages cost little beside reading so much.
-_DECODE_PART = 4 << 20
+_DECODE_PART = 3 << 20
 
 
 @dataclass(frozen=True, slots=True)
