@@ -2,23 +2,22 @@
 
     python bench/kernel_table.py [--write docs/kernels.md] [--architectures 75,86,...] [--types Q4_K,...] [--counts 1,8]
 
-Compiles the kernels with nvcc as the GPU worker has them compiled by NVRTC, and reads what ptxas says. Occupancy is
-what registers, threads and static shared memory allow of the warps that a multiprocessor can hold. Ends with status 1
-when a kernel of a single row spills.
+Has the kernels compiled by NVRTC as a GPU worker does, and reads what ptxas says. Occupancy is what registers, threads
+and static shared memory allow of the warps that a multiprocessor can hold. Ends with status 1 when a kernel spills.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import nvrtc
 from roofline import BEGIN
 
 from sparkd.executors.cuda_device import OPTIONS
@@ -34,8 +33,12 @@ LIMITS = {
     90: (65536, 64, 32, 233472),
     120: (65536, 48, 32, 102400),
 }
+#: Types that the table's kernels multiply: those of a Q4_K_M file, and Q8_0.
+TYPES = ("F32", "Q4_K", "Q6_K", "Q8_0")
 #: Threads of a block of the kernels that multiply; the others are launched with at most 256.
 _THREADS = 128
+#: What the document says of the compiler, before its version.
+COMPILER = "Compiled by NVRTC"
 _MULTIPLY = re.compile(r"(linear|logits|route|gate_up|down)_\d+$")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_\d+'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -61,27 +64,23 @@ class Usage:
             fitting = min(fitting, shared // (self.shared + 1024))
         return fitting * threads / 32 / warps
 
+    def cell(self, architecture: int) -> str:
+        """As it stands in the table."""
+        spilled = f", **{self.spilled} spilled**" if self.spilled else ""
+        return f"{self.registers} r, {self.shared} B, {self.occupancy(architecture):.0%}{spilled}"
+
 
 def compile_for(architecture: int, types: Sequence[str], counts: Sequence[int]) -> list[Usage]:
     """Usage of all kernels. RuntimeError with the compiler's words."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernels.cu")
-        source.write_text(kernel_source([FORMATS_BY_NAME[name] for name in types], counts))
-        command = [
-            "nvcc",
-            *OPTIONS,
-            "-cubin",
-            f"-arch=sm_{architecture}",
-            "-Xptxas",
-            "-v",
-            "-o",
-            f"{folder}/out",
-            source,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return parse(done.stderr)
+    source = kernel_source([FORMATS_BY_NAME[name] for name in types], counts)
+    return parse(nvrtc.compile_log(source, [*OPTIONS, f"-arch=sm_{architecture}", "--ptxas-options=-v"]))
+
+
+def compile_all(counts: Mapping[int, Sequence[int]], types: Sequence[str] = TYPES) -> dict[int, list[Usage]]:
+    """Usage of all kernels on each architecture, for steps of its `counts`."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda one: compile_for(one[0], types, one[1]), counts.items())
+        return dict(zip(counts, found, strict=True))
 
 
 def parse(text: str) -> list[Usage]:
@@ -102,11 +101,7 @@ def table(found: dict[int, list[Usage]]) -> str:
     """Markdown: a row for each kernel, a column for each architecture."""
     rows = ["| kernel | " + " | ".join(f"sm_{a}" for a in found) + " |", "| --- |" + " --- |" * len(found)]
     for number, usage in enumerate(next(iter(found.values()))):
-        cells = []
-        for architecture, usages in found.items():
-            one = usages[number]
-            spilled = f", **{one.spilled} spilled**" if one.spilled else ""
-            cells.append(f"{one.registers} r, {one.shared} B, {one.occupancy(architecture):.0%}{spilled}")
+        cells = [usages[number].cell(architecture) for architecture, usages in found.items()]
         rows.append(f"| {usage.kernel} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -116,19 +111,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--architectures", default=",".join(map(str, LIMITS)))
-    parser.add_argument("--types", default="F32,Q4_K,Q6_K,Q8_0")
+    parser.add_argument("--types", default=",".join(TYPES))
     parser.add_argument("--counts", default=",".join(map(str, COUNTS)))
     given = parser.parse_args()
-    if shutil.which("nvcc") is None:
-        print("kernel_table: no nvcc found; it comes with the CUDA toolkit", file=sys.stderr)
+    if not nvrtc.version():
+        print(f"kernel_table: no compiler; pip install {nvrtc.PACKAGE}", file=sys.stderr)
         return 2
     types, counts = given.types.split(","), [int(count) for count in given.counts.split(",")]
-    found = {int(a): compile_for(int(a), types, counts) for a in given.architectures.split(",")}
+    found = compile_all({int(a): counts for a in given.architectures.split(",")}, types)
     text = f"""# Kernels
 
 Made by `python bench/kernel_table.py --write docs/kernels.md`: kernels that multiply {given.types} weights, for
 steps of {given.counts} rows. Registers of a thread, bytes of static shared memory of a block, and the share of a
-multiprocessor's warps that both allow. Nothing here was run on a GPU.
+multiprocessor's warps that both allow. {COMPILER} {nvrtc.version()}; nothing here was run on a GPU.
 
 {table(found)}
 """
@@ -138,8 +133,7 @@ multiprocessor's warps that both allow. Nothing here was run on a GPU.
         given.write.write_text(f"{text}\n{mark}{kept}" if kept else text)
     else:
         print(text)
-    single = [u for usages in found.values() for u in usages if not re.search(r"_[248]$", u.kernel)]
-    return 1 if any(usage.spilled for usage in single) else 0
+    return 1 if any(usage.spilled for usages in found.values() for usage in usages) else 0
 
 
 if __name__ == "__main__":

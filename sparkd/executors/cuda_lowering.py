@@ -66,10 +66,10 @@ def spans_of(value: ops.Value) -> Grid:
     return -(-value.width // 256), 1, 1
 
 
-def blocks(rows: int, columns: int) -> int:
-    """Blocks that multiply `rows` weight rows of `columns` elements (`rows_per_warp` in products.cuh)."""
+def blocks(rows: int, columns: int, warps: int = _WARPS) -> int:
+    """Blocks of which `warps` multiply `rows` weight rows of `columns` elements (`rows_per_warp` in products.cuh)."""
     per_warp = 1 if columns > 512 else 2 if columns > 256 else 4
-    return -(-rows // (_WARPS * per_warp))
+    return -(-rows // (warps * per_warp))
 
 
 class Lowering:
@@ -398,11 +398,12 @@ class Lowering:
         shared = None if mixture is None else mixture.shared
         shared_spans = 0 if shared is None else -(-shared.gate.out.width // 256)
         row["counters"] = self._memory.zeros(4 * (_PAIRS * spans + shared_spans))
-        gate_blocks = blocks(layer.gate.rows, layer.gate.columns)
+        gate_blocks = blocks(layer.gate.rows, layer.gate.columns, _WARPS // 2)
         down_blocks = blocks(layer.down.rows, layer.down.columns)
         if shared is not None:
             self._shared_expert(row["shared"], shared)
-            gate_blocks = max(gate_blocks, blocks(shared.gate.weight.rows, shared.gate.weight.columns))
+            longer = blocks(shared.gate.weight.rows, shared.gate.weight.columns, _WARPS // 2)
+            gate_blocks = max(gate_blocks, longer)
             down_blocks = max(down_blocks, blocks(shared.down.weight.rows, shared.down.weight.columns))
         address = self._memory.put(row)
         self._emit(

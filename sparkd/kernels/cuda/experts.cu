@@ -165,7 +165,8 @@ struct Layer {
     SharedExpert shared;
 };
 
-// inner[target[b]] = silu(gate x) * (up x); the last block of a span of 256 inner rows quantises it.
+// inner[target[b]] = silu(gate x) * (up x); the last block of a span of 256 inner rows quantises it. Half of a block's warps
+// multiply gate rows, the others the up rows of the same numbers.
 // grid (blocks of the longer gate, pairs at most + 2), block 32 x kWarps: a row of blocks for each group, then the shared
 // expert, then its scalar.
 template <int COUNT>
@@ -181,44 +182,56 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
     const uint64_t record = routed ? records[groups->expert[g]] : 0;
     // What is the same for all threads lies in shared memory: registers are short here.
     __shared__ Matrix weights[2];
-    __shared__ int x_row[COUNT], target[COUNT];
-    const auto weight = [&](int pass) {
-        const Piece* piece = pass == 0 ? &layer->gate : &layer->up;
-        const Matrix* matrix = is_scalar ? &shared.scalar : pass == 0 ? &shared.gate : &shared.up;
+    __shared__ int begin, count, x_row[COUNT], target[COUNT];
+    __shared__ float gate[kWarps / 2][4][COUNT];
+    const auto weight = [&](int side) {
+        const Piece* piece = side == 0 ? &layer->gate : &layer->up;
+        const Matrix* matrix = is_scalar ? &shared.scalar : side == 0 ? &shared.gate : &shared.up;
         return Matrix{routed ? record + static_cast<uint64_t>(piece->offset) : matrix->address,
                       routed ? piece->type : matrix->type, routed ? piece->rows : matrix->rows,
                       routed ? piece->columns : matrix->columns, routed ? piece->row_bytes : matrix->row_bytes};
     };
     const int thread = static_cast<int>(threadIdx.x);
-    const int begin = routed ? groups->first[g] : 0;
-    const int count = routed ? groups->first[g + 1] - begin : batch->rows;  // one pair of each row at most
+    const int first_pair = routed ? groups->first[g] : 0;
+    const int pairs = routed ? groups->first[g + 1] - first_pair : batch->rows;  // one of each row at most
+    if (thread == 0) {
+        begin = first_pair;
+        count = pairs;
+    }
     if (thread < 2) weights[thread] = weight(thread);
     if (thread < COUNT) {
-        target[thread] = !routed ? thread : thread < count ? groups->pair[begin + thread] : 0;
+        target[thread] = !routed ? thread : thread < pairs ? groups->pair[first_pair + thread] : 0;
         x_row[thread] = routed ? target[thread] / top_k : thread;
     }
     __syncthreads();
     const int rows = weights[0].rows;
     const int per_warp = rows_per_warp(weights[0].columns);
-    const int per_block = kWarps * per_warp;
+    const int per_block = kWarps / 2 * per_warp;
     const int first_of_block = static_cast<int>(blockIdx.x) * per_block;
     if (first_of_block >= rows) return;
 
-    float* inner = routed ? layer->inner : shared.inner;
-    const int first = first_of_block + warp_id() * per_warp;
+    const int pair = warp_id() % (kWarps / 2);
+    const int side = warp_id() / (kWarps / 2);
+    const int first = first_of_block + pair * per_warp;
     const int lanes = 32 / per_warp;
     const int row = first + lane_id() / lanes;
-#pragma unroll 1  // one copy of the products' code: two take more registers than there are
-    for (int pass = 0; pass < (is_scalar ? 1 : 2) && first < rows; ++pass) {
-        float y[COUNT];
-        row_products<COUNT>(weights[pass], first, in, x_row, count, stage[warp_id()], y);
-        if (lane_id() % lanes != 0 || row >= rows) continue;
+    const bool leads = lane_id() % lanes == 0 && row < rows;
+    float y[COUNT];
+    if (first < rows && (side == 0 || !is_scalar))
+        row_products<COUNT>(weights[side], first, in, x_row, count, stage[warp_id()], y);
+    if (leads && side == 0)
+        for (int b = 0; b < COUNT; ++b)
+            if (b < count) gate[pair][lane_id() / lanes][b] = y[b];
+    __syncthreads();
+    float* inner = routed ? layer->inner : shared.inner;
+    if (leads && side == (is_scalar ? 0 : 1))
         for (int b = 0; b < COUNT; ++b) {
             if (b >= count) break;
-            float* to = is_scalar ? shared.factor + b : inner + static_cast<int64_t>(target[b]) * rows + row;
-            *to = pass == 0 ? y[b] : silu(*to) * y[b];
+            if (is_scalar)
+                shared.factor[b] = y[b];
+            else
+                inner[static_cast<int64_t>(target[b]) * rows + row] = silu(gate[pair][lane_id() / lanes][b]) * y[b];
         }
-    }
     const Quantised& forms = routed ? layer->forms : shared.forms;
     if (is_scalar || !forms.wanted()) return;
     const int spans = (layer->gate.rows + 255) / 256;

@@ -57,10 +57,8 @@ __device__ inline void logits(const Batch* batch, Matrix weight, Inputs in, floa
     const int per_warp = rows_per_warp(weight.columns);
     const int first = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * per_warp;
     if (first >= weight.rows || batch->logits == 0) return;
-    int target[COUNT];
-    for (int b = 0; b < COUNT; ++b) target[b] = b < batch->logits ? batch->logits_row[b] : 0;
     float y[COUNT];
-    row_products<COUNT>(weight, first, in, target, batch->logits, stage[warp_id()], y);
+    row_products<COUNT>(weight, first, in, batch->logits_row, batch->logits, stage[warp_id()], y);
     const int lanes = 32 / per_warp;
     const int row = first + lane_id() / lanes;
     if (lane_id() % lanes == 0 && row < weight.rows)

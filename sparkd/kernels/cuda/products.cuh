@@ -60,6 +60,45 @@ __device__ inline const uint8_t* staged(const uint8_t* begin, int64_t bytes, uin
 
 __device__ inline int32_t dot4(int32_t a, int32_t b, int32_t c) { return __dp4a(a, b, c); }
 
+// `sum` and the product of a span, of which each lane of a team has a unit with d and o of its block, with its part of an
+// activation row: the unit's 32 integers, and their factor. Of 256 elements with one factor as one, else block after block
+// for the first `there` lanes; every lane of the team gets it. `here`: whether this lane has a unit. For whole warps.
+template <class D>
+__device__ inline float plus_span(float sum, const Unit& unit, float d, float o, const int8_t* q, const float* scale,
+                                  bool here, int there) {
+    int32_t isum = 0, msum = 0;
+    if (here) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int4 x = reinterpret_cast<const int4*>(q)[h];
+            const int32_t* u = unit.u + 4 * h;
+            const int32_t s = dot4(u[3], x.w, dot4(u[2], x.z, dot4(u[1], x.y, dot4(u[0], x.x, 0))));
+            const int32_t one = 0x01010101;
+            int32_t ones = 0;
+            if (D::kBias != 0 || D::kOffset) ones = dot4(one, x.w, dot4(one, x.z, dot4(one, x.y, dot4(one, x.x, 0))));
+            isum += unit.scale[h] * (s - D::kBias * ones);
+            if (D::kOffset) msum += unit.min[h] * ones;
+        }
+    }
+    if (D::kBlock == 256) {
+        isum = warp_sum(isum, 8);
+        if (D::kOffset) msum = warp_sum(msum, 8);
+    }
+    float t = 0.0f;
+    if (here) {
+        const float factor = *scale;
+        t = (d * factor) * static_cast<float>(isum);
+        if (D::kOffset) t = fma(d * factor, static_cast<float>(isum), (o * factor) * static_cast<float>(msum));
+    }
+    if (D::kBlock == 256) return here ? sum + t : sum;
+    const int team = lane_id() & ~7;
+    for (int i = 0; i < 8; ++i) {
+        const float other = __shfl_sync(kAllLanes, t, team + i);
+        if (i < there) sum = sum + other;
+    }
+    return sum;
+}
+
 // y[b] of the row that this lane works on (all its lanes get it) for activation rows `target[b]`, b < COUNT; those from
 // `count` on are not read. `first` is the first weight row of the warp.
 template <class D, int COUNT>
@@ -82,10 +121,10 @@ __device__ inline void integer_rows(const Matrix& w, int first, const int8_t* q,
         const int64_t bytes = per_warp > 1 ? static_cast<int64_t>(present) * w.row_bytes
                                            : static_cast<int64_t>(left) * 32 / D::kBlock * D::kBytes;
         const uint8_t* span = staged(base + offset, bytes, shared);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+#pragma unroll 1  // two halves at once take more registers than there are
+        for (int half = 0; half < 2 && turn + 32 * half < units; ++half) {
             const int unit_number = turn + half * 32 + in_row;
-            const bool here = unit_number < units && row < present && (half == 0 || per_warp == 1);
+            const bool here = unit_number < units && row < present;
             Unit unit;
             float d = 0.0f, o = 0.0f;
             if (here) {
@@ -95,48 +134,19 @@ __device__ inline void integer_rows(const Matrix& w, int first, const int8_t* q,
                 d = D::d(Bytes{block});
                 o = D::o(Bytes{block});
             }
+            // Units of this lane's span from its first one on; activation rows are few: their places fit into 32 bits.
+            const int there = row < present ? units - (unit_number - in_row % 8) : 0;
 #pragma unroll
             for (int b = 0; b < COUNT; ++b) {
-                if (b >= count) break;
-                int32_t isum = 0, msum = 0;
-                if (here) {
-                    const int64_t place = static_cast<int64_t>(target[b]) * w.columns + unit_number * 32;
-                    const int4* words = reinterpret_cast<const int4*>(q + place);
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int4 x = words[h];
-                        const int32_t* u = unit.u + 4 * h;
-                        const int32_t s = dot4(u[3], x.w, dot4(u[2], x.z, dot4(u[1], x.y, dot4(u[0], x.x, 0))));
-                        int32_t ones = 0;
-                        if (D::kBias != 0 || D::kOffset)
-                            ones = dot4(0x01010101, x.w, dot4(0x01010101, x.z, dot4(0x01010101, x.y, dot4(0x01010101, x.x, 0))));
-                        isum += unit.scale[h] * (s - D::kBias * ones);
-                        if (D::kOffset) msum += unit.min[h] * ones;
-                    }
-                }
-                float& sum = partial[b][half];
-                if (D::kBlock == 256) {
-                    isum = warp_sum(isum, 8);
-                    if (D::kOffset) msum = warp_sum(msum, 8);
-                    if (here) {
-                        const float scale = a[static_cast<int64_t>(target[b]) * (w.columns / 256) + unit_number / 8];
-                        const float t = D::kOffset ? fma(d * scale, static_cast<float>(isum), (o * scale) * static_cast<float>(msum))
-                                                   : (d * scale) * static_cast<float>(isum);
-                        sum = sum + t;
-                    }
-                } else {
-                    float t = 0.0f;
-                    if (here) {
-                        const float scale = a[static_cast<int64_t>(target[b]) * units + unit_number];
-                        t = D::kOffset ? fma(d * scale, static_cast<float>(isum), (o * scale) * static_cast<float>(msum))
-                                       : (d * scale) * static_cast<float>(isum);
-                    }
-                    // The blocks of a span in order; every lane of the team adds all of them.
-                    const int team = lane & ~7;
-                    for (int i = 0; i < 8; ++i) {
-                        const float other = __shfl_sync(kAllLanes, t, team + i);
-                        if (unit_number - in_row % 8 + i < units && row < present && (half == 0 || per_warp == 1)) sum = sum + other;
-                    }
+                if (b < count) {
+                    const int place = target[b] * units + unit_number;
+                    const float* scale = a + (D::kBlock == 256 ? place / 8 : place);
+                    float sum = half == 0 ? partial[b][0] : partial[b][1];
+                    sum = plus_span<D>(sum, unit, d, o, q + 32 * place, scale, here, there);
+                    if (half == 0)
+                        partial[b][0] = sum;
+                    else
+                        partial[b][1] = sum;
                 }
             }
         }
