@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "integration")]
+_TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "integration"), str(_TESTS / "golden")]
 
 
 @pytest.fixture(scope="session", autouse=True)

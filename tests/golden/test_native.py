@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tolerances import FLOAT_LIMIT, Vectors, check_floats, check_quantised
 
 from sparkd.kernels import available
 
 RECIPES = json.loads((Path(__file__).parents[1] / "data" / "models" / "recipes.json").read_text())
 FLOATS = ("f32", "f16", "bf16")
 NAMES = {r["model"]: r["quant"] in FLOATS for r in RECIPES if not r["overrides"] and r["preset"] != "bench"}
-
-#: Largest error of any logit where nothing is rounded to 8 bits; the logits' standard deviation is about 2.3.
-FLOAT_LIMIT = 1e-3
-#: Where activations are rounded to 8 bits, the median error of a position may be this many times that of the other
-#: implementation that rounds so; its logits stand in the vectors beside those of its exact twin.
-INTEGER_FACTOR = 2.0
-#: Greedy tokens are compared up to the first step decided by less than four times the usual error (0.1, 1e-3).
-NARROW = {True: 4e-3, False: 0.4}
-
-Vectors = Mapping[str, NDArray]
 
 
 def models(floats: bool) -> list[Any]:
@@ -48,74 +39,20 @@ def vectors(vectors_path: Callable[[str], Path]) -> Callable[[str], Vectors]:
     return lambda name: dict(np.load(vectors_path(name)))
 
 
-def rms(errors: NDArray) -> NDArray:
-    return np.sqrt(np.mean(np.square(errors), axis=-1))
-
-
-def exact(stored: Vectors, prompt: str, field: str) -> NDArray:
-    """A field of the run that rounds no activations: the twin's where the file is quantised."""
-    twin = f"{prompt}_twin_{field}"
-    return stored[twin] if twin in stored else stored[f"{prompt}_{field}"]
-
-
-def last_errors(logits: NDArray, stored: Vectors, prompt: str) -> NDArray:
-    """Errors of the logits after a prompt; for big vocabularies of the 256 largest ones."""
-    if f"{prompt}_logits_last" in stored:
-        return logits - exact(stored, prompt, "logits_last")
-    return logits[exact(stored, prompt, "top_ids")] - exact(stored, prompt, "top_logits")
-
-
-def usual_error(stored: Vectors, prompt: str) -> float:
-    """How far the implementation that rounds activations is from its twin after a prompt, rms."""
-    if f"{prompt}_twin_logits_last" in stored:
-        return float(rms(stored[f"{prompt}_logits_last"].astype(np.float32) - stored[f"{prompt}_twin_logits_last"]))
-    _, i, j = np.intersect1d(stored[f"{prompt}_top_ids"], stored[f"{prompt}_twin_top_ids"], return_indices=True)
-    return float(rms(stored[f"{prompt}_top_logits"][i] - stored[f"{prompt}_twin_top_logits"][j]))
-
-
-def check_greedy(tokens: list[int], stored: Vectors, prompt: str, narrow: float) -> None:
-    margins = exact(stored, prompt, "greedy_margin")
-    decided = next((i for i, margin in enumerate(margins) if margin < narrow), len(margins))
-    assert tokens[:decided] == exact(stored, prompt, "greedy").tolist()[:decided]
-
-
 @pytest.mark.parametrize("name", models(floats=True))
 def test_float_files_agree_on_every_logit_expert_and_token(load, vectors, machine, prompts, name: str) -> None:
-    stored, loaded = vectors(name), load(name)
+    loaded = load(name)
     native = machine(loaded, keep=loaded.program.layer_outputs)
-    for prompt in prompts:
-        run = native.prefill(stored[f"{prompt}_tokens"].tolist())
-        assert np.abs(last_errors(run.all_logits[-1], stored, prompt)).max() < FLOAT_LIMIT
-        if f"{prompt}_logits_all" in stored:
-            assert np.abs(run.all_logits - exact(stored, prompt, "logits_all")).max() < FLOAT_LIMIT
-        if f"{prompt}_layer_out" in stored:
-            layers = np.stack([native.executor.trace(value) for value in loaded.program.layer_outputs])
-            kept = stored[f"{prompt}_layer_out"]
-            assert np.abs(layers[:, -kept.shape[1] :] - kept).max() < FLOAT_LIMIT
-        if f"{prompt}_experts" in stored:
-            assert (run.all_experts == stored[f"{prompt}_experts"]).all()
-        check_greedy(native.greedy(run, 32), stored, prompt, NARROW[True])
-        native.end(run)
+
+    def layers() -> NDArray:
+        return np.stack([native.executor.trace(value) for value in loaded.program.layer_outputs])
+
+    check_floats(native, vectors(name), prompts, layers)
 
 
 @pytest.mark.parametrize("name", models(floats=False))
 def test_quantised_files_err_no_more_than_rounded_activations_do(load, vectors, machine, prompts, name: str) -> None:
-    stored, native = vectors(name), machine(load(name))
-    errors, usual, same_best = [], [], 0
-    for prompt in prompts:
-        run = native.prefill(stored[f"{prompt}_tokens"].tolist())
-        errors.append(float(rms(last_errors(run.all_logits[-1], stored, prompt))))
-        usual.append(usual_error(stored, prompt))
-        if f"{prompt}_twin_logits_all" in stored:
-            twin, rounded = stored[f"{prompt}_twin_logits_all"], stored[f"{prompt}_logits_all"]
-            assert np.median(rms(run.all_logits - twin)) < INTEGER_FACTOR * np.median(rms(rounded - twin))
-            assert (run.all_logits.argmax(-1) == twin.argmax(-1)).mean() >= 0.8
-        tokens = native.greedy(run, 32)
-        same_best += tokens[0] == exact(stored, prompt, "greedy")[0]
-        check_greedy(tokens, stored, prompt, NARROW[False])
-        native.end(run)
-    assert np.median(errors) < INTEGER_FACTOR * np.median(usual)
-    assert same_best >= len(prompts) - 1
+    check_quantised(machine(load(name)), vectors(name), prompts)
 
 
 @pytest.mark.parametrize(
