@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from simt import Kernel, build
+from simt import Kernel, build, sanitized
 
 from sparkd.errors import DeviceError
 from sparkd.executors.device import ALIGNMENT, Launch
@@ -93,14 +94,15 @@ class _Recorder:
 class HostDevice:
     """Implements `sparkd.executors.device.Device`. Fresh memory is full of 0xFF: a NaN in every form.
 
-    `foreign` bytes are used by others; registering is refused beyond `pinnable` bytes.
+    `foreign` bytes are used by others; registering is refused beyond `pinnable` bytes. Threads run in the order that
+    SPARKD_SIMT_ORDER names, else in `order`. Where kernels are sanitized, so is the memory beside an allocation.
     """
 
     context = 0
 
     def __init__(self, *, size: int = 1 << 30, seed: int = 0, order: str = "forward") -> None:
         self.dice = random.Random(seed)
-        self.order = order
+        self.order = os.environ.get("SPARKD_SIMT_ORDER", order)
         self.launched = 0
         self._size = size
         self.foreign = 0
@@ -118,9 +120,12 @@ class HostDevice:
         room = -(-size // ALIGNMENT) * ALIGNMENT
         if self.memory()[0] < room:
             raise DeviceError(f"{size} bytes of device memory are not to be had, {self.memory()[0]} are free")
-        memory = np.full(room + ALIGNMENT, 0xFF, np.uint8)
-        start = -memory.ctypes.data % ALIGNMENT
+        # NumPy keeps blocks of less than 1 KiB for its next arrays, which then would not be theirs to write.
+        memory = np.full(max(room + 3 * ALIGNMENT, 1024), 0xFF, np.uint8)
+        start = ALIGNMENT + -memory.ctypes.data % ALIGNMENT
         self._memory[memory.ctypes.data + start] = memory[start : start + room]
+        _forbid(memory[:start])
+        _forbid(memory[start + room :])
         return memory.ctypes.data + start
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
@@ -130,6 +135,7 @@ class HostDevice:
         """Nobody may read it from now on: who does finds no record there."""
         memory = self._memory.pop(address)
         memory[:] = 0xFF
+        _forbid(memory)
         self._freed.append(memory)
 
     def memory(self) -> tuple[int, int]:
@@ -178,3 +184,10 @@ class HostDevice:
             raise DeviceError(f"host memory cannot be pinned for the GPU: {size} bytes more are too many")
         self._registered.append(range(address, address + size))
         return address
+
+
+def _forbid(memory: NDArray[np.uint8]) -> None:
+    """Have the sanitizer, where there is one, report whoever reads or writes there; until NumPy gives it back."""
+    if sanitized():
+        poison = ctypes.CDLL(None).__asan_poison_memory_region
+        poison(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes))
