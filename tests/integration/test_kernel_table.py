@@ -18,7 +18,10 @@ from sparkd.executors.cuda_source import COUNTS  # noqa: E402
 #: Every number of rows on one architecture, the least and the most on the others: what takes a minute, not three.
 COMPILED = {architecture: COUNTS if architecture == 86 else (1, 8) for architecture in kernel_table.LIMITS}
 
-pytestmark = pytest.mark.skipif(not nvrtc.version(), reason=f"no {nvrtc.PACKAGE}, which compiles the kernels")
+pytestmark = [
+    pytest.mark.skipif(not nvrtc.version(), reason=f"no {nvrtc.PACKAGE}, which compiles the kernels"),
+    pytest.mark.timeout(1800),  # where others use the machine, the compiler takes its time
+]
 
 
 @pytest.fixture(scope="module")
