@@ -2,8 +2,9 @@
 
     python bench/roofline.py [--write docs/kernels.md] [--position 2048]
 
-Launches are those that the executor makes for one row of the published models (headers with the true shapes, Q4_K_M);
-bytes and operations are counted from the program that they were made from. No kernel was timed on a card: a launch is
+Launches are those that the executor makes for one row of the published models (headers with the true shapes, Q4_K_M).
+The bytes and operations of each kernel stand beside it in kernels/cuda (`// Cost:`), as terms that are worked out here
+with the numbers of the program that the launches were made from. No kernel was timed on a card: a launch is
 taken to cost its bytes at 85 % of the card's stated bandwidth, plus a gap that is the same for all launches. The gap is
 not known, so the table gives speeds for several, and the gap at which a published speed would be reached.
 """
@@ -11,21 +12,23 @@ not known, so the table gives speeds for several, and the gap at which a publish
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparkd.config import ModelSettings, Settings
 from sparkd.executors.cuda import CudaExecutor
 from sparkd.executors.cuda_groups import Heads, Linears, Mixture, Single, groups_of
+from sparkd.executors.device import Launch
 from sparkd.executors.weights import Weights
 from sparkd.graph import ops
 from sparkd.graph.plan import reads, written
 from sparkd.graph.program import Program
-from sparkd.graph.state import StateLayout
+from sparkd.graph.state import PAGE, StateLayout
 from sparkd.planning.hardware import GPUS, LINKS
 from sparkd.planning.roofline import MEMORY_SHARE
 from sparkd.planning.shape import Shape
@@ -42,93 +45,115 @@ PUBLISHED = {"laguna": ((119, 143), (100, 129.5)), "qwen35moe": ((108, 108), (10
 BEGIN, END = "<!-- made by bench/roofline.py -->\n", "<!-- end of bench/roofline.py -->\n"
 
 
+_COST = re.compile(
+    r"^// Cost: (?P<bytes>[^:]+?) bytes,\s(?://\s+)?(?P<operations>[^:]+?) operations\..*\n"
+    r"(?:template.*\n)?(?:extern \"C\" __global__|__device__ inline) void (?P<kernel>\w+)\(",
+    re.MULTILINE,
+)
+
+
+def costs() -> dict[str, tuple[str, str]]:
+    """Of each kernel the terms for bytes and operations that stand beside it."""
+    sources = sorted((ROOT / "sparkd" / "kernels" / "cuda").glob("*.cu"))
+    found = [match for source in sources for match in _COST.finditer(source.read_text())]
+    return {match["kernel"]: (match["bytes"], match["operations"]) for match in found}
+
+
 @dataclass(slots=True)
 class Load:
     """What the launches of one kernel read and write, and compute, in a token; `cold` bytes are those of experts."""
 
+    terms: tuple[str, str]
     launches: int = 0
     bytes: int = 0
     operations: int = 0
     cold: int = 0
 
+    def add(self, **numbers: int) -> int:
+        """Count a launch, or a part of one; its bytes. NameError where the kernel's terms want other numbers."""
+        size, work = (int(eval(term, {"__builtins__": {}}, numbers)) for term in self.terms)
+        self.bytes += size
+        self.operations += work
+        return size
 
-def loads(program: Program, weights: Weights, launched: Counter[str], position: int) -> dict[str, Load]:
+
+def loads(
+    program: Program, weights: Weights, launches: Sequence[Launch], position: int, kv_bytes: int = 2
+) -> dict[str, Load]:
     """By kernel, for one row at `position`."""
-    found = {kernel: Load(launches) for kernel, launches in sorted(launched.items())}
+    terms = costs()
+    launched = Counter(launch.kernel.removesuffix("_1") for launch in launches)
+    found = {kernel: Load(terms[kernel], count) for kernel, count in sorted(launched.items())}
 
     def product(kernel: str, *linears: ops.Linear | ops.Route | ops.Logits | None) -> None:
         for op in linears:
             if op is not None:
-                found[kernel].bytes += op.weight.rows * weights.tensor(op.weight.tensor).format.row_bytes(
-                    op.weight.columns
-                )
-                found[kernel].operations += 2 * op.weight.rows * op.weight.columns
+                row_bytes = weights.tensor(op.weight.tensor).format.row_bytes(op.weight.columns)
+                found[kernel].add(weights=op.weight.rows * op.weight.columns, weight_bytes=op.weight.rows * row_bytes)
 
     def experts(op: ops.Experts) -> None:
         layer = program.expert_layers[op.layer]
         matrices = zip((layer.gate, layer.up, layer.down), weights.pieces(op.layer), strict=True)
         for kernel, (matrix, piece) in zip(("gate_up", "gate_up", "down"), matrices, strict=True):
-            size = layer.top_k * matrix.rows * piece.format.row_bytes(matrix.columns)
-            found[kernel].bytes += size
-            found[kernel].cold += size
-            found[kernel].operations += 2 * layer.top_k * matrix.rows * matrix.columns
+            rows = layer.top_k * matrix.rows
+            size = rows * piece.format.row_bytes(matrix.columns)
+            found[kernel].cold += found[kernel].add(weights=rows * matrix.columns, weight_bytes=size)
 
-    def values(kernel: str, *members: ops.Op) -> None:
-        for op in members:
-            out = written(op)
-            found[kernel].bytes += 4 * sum(value.width for value in (*reads(op), *([] if out is None else [out])))
+    def floats(*members: ops.Op) -> dict[str, int]:
+        outs = [out for out in map(written, members) if out is not None]
+        values = [value for op in members for value in reads(op)] + outs
+        return {"floats": sum(value.width for value in values), "width": sum(out.width for out in outs)}
 
-    def attention(op: ops.Attention) -> None:
+    def heads(op: ops.Attention) -> dict[str, int]:
         seen = min(position, op.window) if op.window else position
-        found["attend_pages"].bytes += 2 * 2 * seen * op.kv_heads * op.head_dim
-        found["attend_pages"].operations += 4 * seen * op.heads * op.head_dim
+        return {
+            "seen": seen, "pages": -(-seen // PAGE), "heads": op.heads, "kv_heads": op.kv_heads,
+            "head_dim": op.head_dim, "kv_bytes": kv_bytes,
+        }  # fmt: skip
+
+    def single(op: ops.Op) -> None:
+        match op:
+            case ops.Route():
+                product("route", op)
+            case ops.Logits():
+                product("logits", op)
+                found["argmax"].add(vocab=op.weight.rows)
+            case ops.Embed():
+                row_bytes = weights.tensor(op.weight.tensor).format.row_bytes(op.weight.columns)
+                found["embed"].add(width=op.out.width, row_bytes=row_bytes)
+            case ops.GatedDelta():
+                found["gated_delta"].add(state=op.v_heads * op.head_dim * op.head_dim)
+            case ops.CausalConv():
+                found["causal_conv"].add(width=op.out.width, taps=op.taps)
+            case _:
+                found[_KERNEL_OF[type(op)]].add(**floats(op))
 
     for group in groups_of(program):
         match group:
             case Linears():
                 product("linear", *group.maps)
             case Heads():
-                values("prepare_heads", group.q_norm, group.k_norm)
-                attention(group.attention)
-                values("merge_and_gate", group.gate)
+                found["prepare_heads"].add(**floats(group.q_norm, group.k_norm))
+                found["attend_pages"].add(**heads(group.attention))
+                found["merge_and_gate"].add(**floats(group.gate), **heads(group.attention))
             case Mixture():
                 experts(group.experts)
                 product("gate_up", group.shared.gate, group.shared.up, group.shared.scalar)
                 product("down", group.shared.down)
-                width = group.residual.out.width
-                found["mixture_sum"].bytes += 4 * width * (program.expert_layers[group.experts.layer].top_k + 5)
+                top_k = program.expert_layers[group.experts.layer].top_k
+                found["mixture_sum"].add(width=group.residual.out.width, top_k=top_k)
             case Single(op):
-                match op:
-                    case ops.Route():
-                        product("route", op)
-                    case ops.Logits():
-                        product("logits", op)
-                        found["argmax"].bytes += 4 * op.weight.rows
-                    case ops.Experts():
-                        experts(op)
-                    case ops.GatedDelta():
-                        state = op.v_heads * op.head_dim * op.head_dim
-                        found["gated_delta"].bytes += 8 * state
-                        found["gated_delta"].operations += 7 * state
-                    case ops.CausalConv():
-                        found["causal_conv"].bytes += 4 * op.out.width * (3 * op.taps)
-                    case ops.Attention():
-                        attention(op)
-                    case _:
-                        values(_KERNEL_OF[type(op)], op)
+                single(op)
+    for launch in launches:
+        if launch.kernel == "quantise":
+            found["quantise"].add(columns=int(launch.arguments[2]))
+        elif launch.kernel == "angles":
+            found["angles"].add(pairs=int(launch.arguments[2]))
     return found
 
 
-_KERNEL_OF: dict[type, str] = {
-    ops.Embed: "embed",
-    ops.RmsNorm: "rms_norm",
-    ops.QkNorm: "qk_norm",
-    ops.Rope: "rope",
-    ops.OutputGate: "output_gate",
-    ops.GatedRmsNorm: "gated_rms_norm",
-    ops.SwiGlu: "swiglu",
-    ops.Add: "add",
-}
+#: Kernels of operations that form no group.
+_KERNEL_OF: dict[type, str] = {ops.RmsNorm: "rms_norm", ops.GatedRmsNorm: "gated_rms_norm", ops.SwiGlu: "swiglu"}
 
 
 def token(arch: str, folder: Path, position: int) -> dict[str, Load]:
@@ -142,8 +167,7 @@ def token(arch: str, folder: Path, position: int) -> dict[str, Load]:
     pages = [group.pages_for(8192, 8) for group in layout.groups]
     weights = NoWeights(shape)
     executor = CudaExecutor(CountingDevice(), shape.program, weights, layout, pages=pages, slots=1, context=8192)
-    launched = Counter(launch.kernel.removesuffix("_1") for launch in executor.launches(1))
-    return loads(shape.program, weights, launched, position)
+    return loads(shape.program, weights, executor.launches(1), position)
 
 
 def seconds(found: dict[str, Load], card: str, missed: float, gap: float) -> float:

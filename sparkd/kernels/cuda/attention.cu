@@ -37,6 +37,7 @@ __device__ inline int first_page(int position, int window) {
 }
 
 // Writes K and V of the step's rows. grid (kv heads, rows), block 32.
+// Cost: (4 + kv_bytes) * 2 * kv_heads * head_dim bytes, 0 operations.
 extern "C" __global__ void write_kv(const Batch* batch, const float* k, const float* v, const Cache* caches, int cache) {
     const Cache c = caches[cache];
     const int row = static_cast<int>(blockIdx.y);
@@ -57,6 +58,7 @@ extern "C" __global__ void write_kv(const Batch* batch, const float* k, const fl
 // Everything between the projections and attention: the norm and rotation of each head of q (to q_out), the same for k,
 // rounded into the cache, and v into the cache. Heads of q, then of k and of v; head h of q and k begins at `offset` +
 // h * `stride` of its row. grid (heads + 2 x kv heads, rows), block 32; dynamic shared memory: one head.
+// Cost: 4 * floats bytes, 10 * floats operations.
 extern "C" __global__ void prepare_heads(const Batch* batch, const float* q, const float* k, const float* v,
                                          const float* q_weight, const float* k_weight, float* q_out, const Cache* caches,
                                          int cache, int heads, int q_width, int q_stride, int q_offset, int k_width,
@@ -124,6 +126,8 @@ __device__ inline float lane_dot32(const float* q, const uint8_t* row, int half,
 // head of a KV head; a lane scores a position, then has every 32nd element of o.
 // grid (kv heads, pages that a row may see, rows), block 32 x heads of a KV head; dynamic shared memory: the warps'
 // queries, then 32 rows of K, each one word longer than it is so that lanes read from different banks.
+// Cost: 2 * kv_bytes * seen * kv_heads * head_dim + 4 * pages * (head_dim + 2) * heads bytes,
+//     4 * seen * heads * head_dim operations.
 extern "C" __global__ void attend_pages(const Batch* batch, const float* q, const Cache* caches, int cache, int window,
                                         float scale, int pages, float* partials) {
     SPARK_DYNAMIC_SHARED(float, shared);
@@ -245,6 +249,7 @@ __device__ inline void merge_head(float* memory, int first, int last, int n, int
 }
 
 // Merges the pages of each row and head. grid (heads, rows), block 32 x warps.
+// Cost: 4 * (pages * (head_dim + 2) + head_dim) * heads bytes, 4 * pages * head_dim * heads operations.
 extern "C" __global__ void merge_pages(const Batch* batch, float* partials, int window, int pages, int n, float* out) {
     const int row = static_cast<int>(blockIdx.y);
     if (row >= batch->rows) return;
@@ -256,6 +261,7 @@ extern "C" __global__ void merge_pages(const Batch* batch, float* partials, int 
 
 // The same, then the gate of each head's result (`per_head`: one number for all of it) and the quantised forms, whose
 // spans of 256 elements are `together` heads. grid (heads / together, rows), block 256: the warps share the heads.
+// Cost: 4 * (pages * (head_dim + 2) * heads + floats) bytes, (4 * pages + 1) * head_dim * heads operations.
 extern "C" __global__ void merge_and_gate(const Batch* batch, float* partials, int window, int pages, int n, int heads,
                                           int together, const float* gate, int gate_width, int softly, int per_head,
                                           int stride, int offset, float* out, int8_t* q256, float* a256, int8_t* q32,

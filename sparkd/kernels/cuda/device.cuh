@@ -2,6 +2,9 @@
 //
 // The same sources are taken by nvcc, by NVRTC (with no header but those of kernels/common, put in by the executor) and
 // by g++ behind the host emulator of the tests. Compile with -fmad=false -ftz=false -prec-div=true -prec-sqrt=true.
+// Beside each kernel stands its cost for one row: bytes that it must read and write, and operations. bench/roofline.py
+// reads them, with the names that it gives them: `weights` are elements, in `weight_bytes`; `floats` those of the values
+// that are read and written, `width` those of one row that is written; the others are as in sparkd/graph/ops.py.
 // Everything that changes from step to step lies in device memory, so that a captured graph of launches can be replayed.
 #pragma once
 

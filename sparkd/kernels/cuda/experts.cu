@@ -109,6 +109,7 @@ __device__ inline void group_pairs(const int32_t* ids, int pairs, Groups* groups
 
 // The router: logits by all blocks; the last one to end chooses for each row and groups the pairs.
 // grid: blocks of the weight; block 32 x kWarps = kMaxPairs; dynamic shared memory: 2 x experts floats for each warp.
+// Cost: weight_bytes bytes, 2 * weights operations.
 template <int COUNT>
 __device__ inline void route(const Batch* batch, Matrix weight, Inputs in, float* logits, uint32_t* counter,
                              const float* bias, int top_k, bool by_sigmoid, float scale, int32_t* ids, float* weights,
@@ -169,6 +170,7 @@ struct Layer {
 // multiply gate rows, the others the up rows of the same numbers.
 // grid (blocks of the longer gate, pairs at most + 2), block 32 x kWarps: a row of blocks for each group, then the shared
 // expert, then its scalar.
+// Cost: weight_bytes bytes, 2 * weights operations.
 template <int COUNT>
 __device__ inline void gate_up(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer,
                                int top_k, Inputs in) {
@@ -249,6 +251,7 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
 }
 
 // ranked[pair] = down · inner[pair], and the same for the shared expert. grid (blocks of down, pairs at most + 1).
+// Cost: weight_bytes bytes, 2 * weights operations.
 template <int COUNT>
 __device__ inline void down(const Batch* batch, const Groups* groups, const uint64_t* records, const Layer* layer) {
     __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
@@ -276,6 +279,7 @@ __device__ inline void down(const Batch* batch, const Groups* groups, const uint
 }
 
 // out = the sum over ranks in order, first copied. grid (ceil(width / 256), rows), block 256.
+// Cost: 4 * (top_k + 1) * width bytes, 2 * top_k * width operations.
 extern "C" __global__ void weighted_sum(const Batch* batch, const float* ranked, const float* weights, int top_k, int width,
                                         float* out) {
     const int row = static_cast<int>(blockIdx.y);

@@ -27,6 +27,7 @@ __device__ inline float dequantised(const uint8_t* row, int e) {
 }
 
 // A product of all rows of the batch with all rows of the weights of a launch. grid: blocks of all tasks; block: 32 x kWarps.
+// Cost: weight_bytes bytes, 2 * weights operations.
 template <int COUNT>
 __device__ inline void linear(const Batch* batch, const Task* tasks, int count, Inputs in) {
     __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
@@ -51,6 +52,7 @@ __device__ inline void linear(const Batch* batch, const Task* tasks, int count, 
 }
 
 // The same for the rows whose logits are wanted: out row i is that of batch->logits_row[i].
+// Cost: weight_bytes bytes, 2 * weights operations.
 template <int COUNT>
 __device__ inline void logits(const Batch* batch, Matrix weight, Inputs in, float* out) {
     __shared__ uint4 stage[kWarps][(kStageBytes + 15) / 16];
@@ -92,6 +94,7 @@ __device__ inline uint64_t block_largest(uint64_t mine) {
 // finite: -1 - the id of the first such. Nothing when best_of is 0. Reads 4 bytes for each logit.
 // grid (blocks, rows), block 256: a part of the row for each block, the last one compares them. counters [rows] 0,
 // partials [rows][blocks].
+// Cost: 4 * vocab bytes, vocab operations.
 extern "C" __global__ void argmax(const Batch* batch, const float* logits, int vocab, uint32_t* counters,
                                   uint64_t* partials, int* best) {
     const int row = static_cast<int>(blockIdx.y);
@@ -116,6 +119,7 @@ extern "C" __global__ void argmax(const Batch* batch, const float* logits, int v
 }
 
 // grid (ceil(columns / 256), rows), block 256
+// Cost: row_bytes + 4 * width bytes, 2 * width operations.
 extern "C" __global__ void embed(const Batch* batch, const uint8_t* weight, int type, int columns, int row_bytes, float* out) {
     const int row = static_cast<int>(blockIdx.y);
     const int e = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
@@ -135,6 +139,7 @@ extern "C" __global__ void embed(const Batch* batch, const uint8_t* weight, int 
 
 // Rows of floats to the forms that are not null. grid (ceil(columns / 256), rows), block 256. `rows`: null for all rows of
 // the grid, else how many there are.
+// Cost: 5 * columns bytes, 3 * columns operations.
 extern "C" __global__ void quantise(const int* rows, const float* x, int columns, int8_t* q256, float* a256, int8_t* q32,
                                     float* a32) {
     const int row = static_cast<int>(blockIdx.y);

@@ -4,6 +4,7 @@
 namespace spark {
 
 // Zeroes the record of every sequence that begins in this step. grid (ceil(floats / 256), segments), block 256.
+// Cost: 0 bytes, 0 operations. (For a sequence that goes on.)
 extern "C" __global__ void begin_sequences(const Batch* batch, float* records, int64_t record_floats) {
     const int s = static_cast<int>(blockIdx.y);
     const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
@@ -13,6 +14,7 @@ extern "C" __global__ void begin_sequences(const Batch* batch, float* records, i
 
 // A thread for each channel. `offset` floats into a record lie the last taps - 1 rows, oldest first.
 // grid (ceil(channels / 256), segments), block 256.
+// Cost: 4 * 3 * taps * width bytes, 2 * taps * width operations.
 extern "C" __global__ void causal_conv(const Batch* batch, const float* x, const float* weight, float* out, int channels,
                                        int taps, float* records, int64_t record_floats, int64_t offset) {
     const int s = static_cast<int>(blockIdx.y);
@@ -34,6 +36,8 @@ extern "C" __global__ void causal_conv(const Batch* batch, const float* x, const
 
 // The state of one V head of one sequence by one block: each warp has every warps-th row of S, lane l the elements l,
 // l + 32, ... of it. grid (v heads, segments), block 32 x warps; dynamic shared memory: q and k, n floats each.
+// S is read and written once: what the second loop over a row reads is in the cache.
+// Cost: 8 * state bytes, 7 * state operations.
 extern "C" __global__ void gated_delta(const Batch* batch, const float* qkv, const float* alpha, const float* beta,
                                        const float* a, const float* dt_bias, float* out, int k_heads, int v_heads, int n,
                                        float eps, float* records, int64_t record_floats, int64_t offset) {

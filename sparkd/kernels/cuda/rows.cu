@@ -8,6 +8,7 @@ constexpr int kThreads = 256;
 
 // cos and sin of every pair of a table for every row. grid (ceil(pairs / 32), rows), block 32. float64: a few hundred
 // values for each step.
+// Cost: 16 * pairs bytes, 0 operations.
 extern "C" __global__ void angles(const Batch* batch, const double* inv_freq, int pairs, double magnitude, float* cosine,
                                   float* sine) {
     const int row = static_cast<int>(blockIdx.y);
@@ -33,6 +34,7 @@ __device__ inline void norm_row(const float* x, const float* weight, float* out,
 }
 
 // grid rows, block 256
+// Cost: 4 * floats bytes, 4 * width operations.
 extern "C" __global__ void rms_norm(const Batch* batch, const float* x, const float* weight, float* out, int n, float eps,
                                     int8_t* q256, float* a256, int8_t* q32, float* a32) {
     const int row = static_cast<int>(blockIdx.x);
@@ -44,6 +46,7 @@ extern "C" __global__ void rms_norm(const Batch* batch, const float* x, const fl
 // What an experts operation and the sums after it leave: out = residual + (the ranked sum + the shared expert), and the
 // norm of it with its forms. `scalar` (null: none) is what the shared expert is multiplied with, through a sigmoid or a
 // softplus. grid rows, block 256.
+// Cost: 4 * (top_k + 5) * width bytes, (2 * top_k + 7) * width operations.
 extern "C" __global__ void mixture_sum(const Batch* batch, const float* ranked, const float* weights, int top_k, int width,
                                        const float* shared, const float* scalar, int softly, const float* residual,
                                        float* out, const float* norm, float eps, float* normed, int8_t* q256, float* a256,
@@ -65,6 +68,7 @@ extern "C" __global__ void mixture_sum(const Batch* batch, const float* ranked, 
 }
 
 // A norm of each head; head h of a row begins at offset + h * stride. grid (heads, rows), block 32.
+// Cost: 4 * floats bytes, 4 * width operations.
 extern "C" __global__ void qk_norm(const Batch* batch, const float* x, const float* weight, float* out, int width,
                                    int heads, int head_dim, float eps, int stride, int offset) {
     const int row = static_cast<int>(blockIdx.y);
@@ -77,6 +81,7 @@ extern "C" __global__ void qk_norm(const Batch* batch, const float* x, const flo
 }
 
 // grid (heads, rows), block 32
+// Cost: 4 * floats bytes, 3 * width operations.
 extern "C" __global__ void rope(const Batch* batch, const float* x, float* out, int heads, int head_dim, int pairs,
                                 const float* cosine, const float* sine) {
     const int row = static_cast<int>(blockIdx.y);
@@ -93,6 +98,7 @@ extern "C" __global__ void rope(const Batch* batch, const float* x, float* out, 
 }
 
 // x * sigmoid or softplus of its gate. grid (ceil(heads * head_dim / 256), rows), block 256.
+// Cost: 4 * floats bytes, width operations.
 extern "C" __global__ void output_gate(const Batch* batch, const float* x, const float* gate, float* out, int gate_width,
                                        int heads, int head_dim, int softly, int per_head, int stride, int offset) {
     const int row = static_cast<int>(blockIdx.y);
@@ -107,6 +113,7 @@ extern "C" __global__ void output_gate(const Batch* batch, const float* x, const
 
 // The norm of each head times silu(gate), and its quantised forms: those only where heads fill spans of 256 elements.
 // grid (ceil(heads / heads of a block), rows), block 32 x heads of a block.
+// Cost: 4 * floats bytes, 5 * width operations.
 extern "C" __global__ void gated_rms_norm(const Batch* batch, const float* x, const float* gate, const float* weight,
                                           float* out, int heads, int head_dim, float eps, int8_t* q256, float* a256,
                                           int8_t* q32, float* a32) {
@@ -130,6 +137,7 @@ extern "C" __global__ void gated_rms_norm(const Batch* batch, const float* x, co
 }
 
 // silu(gate) * up. grid (ceil(width / 256), rows), block 256.
+// Cost: 4 * floats bytes, 2 * width operations.
 extern "C" __global__ void swiglu(const Batch* batch, const float* gate, const float* up, float* out, int width) {
     const int row = static_cast<int>(blockIdx.y);
     const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
@@ -139,6 +147,7 @@ extern "C" __global__ void swiglu(const Batch* batch, const float* gate, const f
 }
 
 // x + y. grid (ceil(width / 256), rows), block 256.
+// Cost: 4 * floats bytes, width operations.
 extern "C" __global__ void add(const Batch* batch, const float* x, const float* y, float* out, int width) {
     const int row = static_cast<int>(blockIdx.y);
     const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
