@@ -69,7 +69,7 @@ class Slab:
 
     `returning` counts ordinary slots that become free without another eviction; `hot` counts slots of hot records and
     hot records that wait. `entering` and `leaving` are what a placement has yet to swap. `size` is without `closed`
-    slots: those are given up, and stay FREE once they are.
+    slots: those are given up, and stay FREE once they are, until they are opened.
     """
 
     def __init__(self, number: int, size: SlabSize, records: int, heats: Heats[Record]) -> None:
@@ -144,6 +144,14 @@ class Slab:
             self.returning -= 1
         self.closed.add(slot)
         self.size = replace(self.size, slots=self.size.slots - 1)
+
+    def open(self, slot: Slot) -> None:
+        """Take back a slot that was given up. RuntimeError when it was not, or is not FREE yet."""
+        if slot not in self.closed or slot.state is not SlotState.FREE:
+            raise RuntimeError(f"{slot.place} of slab {slot.slab} is {slot.state.name} and cannot be opened")
+        self.closed.remove(slot)
+        self.size = replace(self.size, slots=self.size.slots + 1)
+        self.free.append(slot)
 
     def take_reserve(self) -> Slot:
         """The slot of the reserve that has been free for longest; what it still holds is given up.

@@ -189,7 +189,7 @@ class Residency:
         return self._settle()
 
     def close(self, number: int, slots: Iterable[int]) -> tuple[bool, list[Command]]:
-        """Give up ordinary slots of a slab for good: whether nobody reads or writes any of them now.
+        """Give up ordinary slots of a slab: whether nobody reads or writes any of them now.
 
         While that is not so, ask again. Who is in them leaves; what the placement wants comes back by later swaps, as
         far as there is room.
@@ -213,6 +213,16 @@ class Residency:
             slab.entering.popitem()
         commands = self._settle()
         return all(slot in slab.closed and slot.state is SlotState.FREE for slot in closing), commands
+
+    def open(self, number: int, slots: Iterable[int]) -> list[Command]:
+        """Take back slots that `close` gave up, and that nobody reads or writes. RuntimeError for others.
+
+        The ring grows by them; the hot set by later placements.
+        """
+        slab = self._slabs[number]
+        for slot in slots:
+            slab.open(slab.slots[slot])
+        return self._settle()
 
     # ---- copies ----
 

@@ -1,7 +1,8 @@
 """A card computes: its memory divided, its executor, its tier of experts, and what others leave of it.
 
 The card is shared with programs that know nothing of this one. A margin of it stays free; where others come into that,
-blocks of slots are given back, and the calibrator advises what is left.
+blocks of slots are given back, and the calibrator advises what is left. Once there has been room for a while, they are
+taken back one after another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from sparkd.config import Settings
-from sparkd.errors import BudgetError
+from sparkd.errors import BudgetError, DeviceError
 from sparkd.executors.base import Executor
 from sparkd.executors.cuda import CudaExecutor
 from sparkd.executors.device import Device
@@ -49,6 +50,8 @@ from sparkd.worker.state import PoolSize
 TIER = "device"
 #: Seconds between two looks at what others leave.
 _LOOK_S = 1.0
+#: Seconds for which there has to be room, beside the whole margin, before a block is taken back.
+_CALM_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -94,7 +97,7 @@ class DeviceBackend:
         executor.serve_from(self._tier)
         self._told: Tier | None = None
         self._refused = ""
-        self._look_at = clock()
+        self._look_at = self._calm_since = clock()
         self._registration.start()
 
     def used(self, routing: Routing) -> None:
@@ -120,7 +123,7 @@ class DeviceBackend:
             _log.warning("refused %s", self._refused)
 
     def tiers(self) -> list[Tier]:
-        """The tier, unless every expert has a slot; again when it has shrunk."""
+        """The tier, unless every expert has a slot; again when its size has changed."""
         layout, sizes = self._arena.layout, self._tier.sizes()
         tier = told_tier(TIER, self._model, layout, sizes)
         records = [slab.records for slab in layout.slabs]
@@ -188,11 +191,24 @@ class DeviceBackend:
         }
 
     def _heed_others(self) -> None:
-        """Give back slots where less than half of the margin is left."""
+        """Give back slots where less than half of the margin is left; take them back where all of it would stay free.
+
+        What is taken back leaves half a margin before it would have to go again.
+        """
         free, _ = self._device.memory()
         short = self._margin // 2 - free - self._tier.returning
         if short > 0 and (size := self._tier.shrink(short)):
             _log.warning("others use the card: %d bytes are free, %d bytes of slots are given back", free, size)
+        room, growth, now = free - self._margin, self._tier.growth, self._clock()
+        if not growth or self._tier.returning or room < growth:
+            self._calm_since = now
+        elif now - self._calm_since >= _CALM_S:
+            self._calm_since = now
+            try:
+                size = self._tier.grow(growth)
+                _log.info("the card has room again: %d bytes are free, %d bytes of slots are taken back", free, size)
+            except DeviceError as error:
+                _log.warning("the card has room, but not in one piece: %s", error)
 
 
 def _divide(device: Metered, arena: Arena, state: int) -> DeviceBudget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -39,19 +40,19 @@ class DeviceSlots:
         self.record_bytes = list(record_bytes)
         self._device = device
         self._addresses: list[NDArray[np.uint64]] = []
-        #: Blocks of ordinary slots.
+        #: Blocks of ordinary slots, those that are there and those that were given back.
         self._blocks: list[Block] = []
+        self._given: list[Block] = []
         for slab, (size, record) in enumerate(zip(sizes, record_bytes, strict=True)):
-            addresses = np.zeros(size.slots, np.uint64)
+            self._addresses.append(np.zeros(size.slots, np.uint64))
             together = max(1, block_bytes // record)
             for first, end in ((0, size.ordinary), (size.ordinary, size.slots)):
                 for start in range(first, end, together):
                     slots = range(start, min(start + together, end))
                     block = Block(slab, slots, device.allocate(len(slots) * record), len(slots) * record)
-                    addresses[start : slots.stop] = block.address + np.arange(len(slots), dtype=np.uint64) * record
+                    self._place(block)
                     if first == 0:
                         self._blocks.append(block)
-            self._addresses.append(addresses)
 
     def address(self, slab: int, slot: int) -> int:
         """Where a slot lies. IndexError outside the slab."""
@@ -76,3 +77,21 @@ class DeviceSlots:
         self._blocks.remove(block)
         self._addresses[block.slab][block.slots.start : block.slots.stop] = 0
         self._device.free(block.address)
+        self._given.append(block)
+
+    def given_block(self) -> Block | None:
+        """The block that was given back last; None when all are there."""
+        return self._given[-1] if self._given else None
+
+    def take_back(self) -> Block:
+        """Allocate that block again, somewhere. IndexError without one, DeviceError where the device has no room."""
+        given = self._given[-1]
+        block = dataclasses.replace(given, address=self._device.allocate(given.bytes))
+        self._given.pop()
+        self._blocks.append(block)
+        self._place(block)
+        return block
+
+    def _place(self, block: Block) -> None:
+        places = np.arange(len(block.slots), dtype=np.uint64) * np.uint64(self.record_bytes[block.slab])
+        self._addresses[block.slab][block.slots.start : block.slots.stop] = np.uint64(block.address) + places

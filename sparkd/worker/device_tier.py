@@ -128,7 +128,7 @@ class DeviceTier:
             ),
             default=1 << 30,
         )
-        #: Bytes that were copied into slots, and those of blocks that were given back.
+        #: Bytes that were copied into slots, and those of blocks that are given back.
         self.moved = 0
         self.given_back = 0
 
@@ -216,6 +216,25 @@ class DeviceTier:
             self._closing.append(_Closing(block))
             begun += block.bytes
         return begun
+
+    def grow(self, size: int) -> int:
+        """Take back blocks of at most `size` bytes together, those first that were given back last; their bytes.
+
+        DeviceError where the device has no room for one; those before it are back.
+        """
+        taken = 0
+        while (block := self._slots.given_block()) is not None and taken + block.bytes <= size:
+            block = self._slots.take_back()
+            taken += block.bytes
+            self.given_back -= block.bytes
+            self._carry_out(self._engine.open(block.slab, block.slots))
+        return taken
+
+    @property
+    def growth(self) -> int:
+        """Bytes of the block that would be taken back next; 0: all are there."""
+        block = self._slots.given_block()
+        return 0 if block is None else block.bytes
 
     @property
     def returning(self) -> int:

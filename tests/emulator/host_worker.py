@@ -13,7 +13,7 @@ from host_device import HostDevice, HostStream
 
 from sparkd.errors import DeviceError
 from sparkd.executors.device import Launch
-from sparkd.worker import main, server
+from sparkd.worker import device_backend, main, server
 
 
 class LosableDevice(HostDevice):
@@ -46,6 +46,7 @@ def open_device() -> HostDevice:
 
 
 server.open_device = open_device
+device_backend._CALM_S = 1.5  # half a minute is long for a test
 
 if __name__ == "__main__":
     sys.exit(main.main())

@@ -80,7 +80,7 @@ def card_for(path: Path, share: float) -> int:
 def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
     name: str, model_path: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
-    """Also while others take memory of the card, and slots are given back."""
+    """Also while others take memory of the card, and slots are given back, and when they are taken back."""
     path = model_path(name)
     with daemon(path, tmp_path / "cpu", limits=LIMITS) as one:
         wanted = answers(one)
@@ -100,6 +100,11 @@ def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
         until(lambda: one.status()["device"]["given_back_bytes"] > 0, one.said)
         assert "others use the card" in one.said()
         assert one.status()["device"]["slots"] < border["slots"]
+        (tmp_path / "FOREIGN").write_text("0")
+        until(lambda: one.status()["device"]["given_back_bytes"] == 0, one.said)
+        assert "the card has room again" in one.said()
+        assert one.status()["device"]["slots"] == border["slots"]
+        assert answers(one) == wanted
         (tmp_path / "LOST").touch()
         assert answers(one) == wanted
         worker = next(process for process in one.status()["processes"] if process["role"] == "worker")

@@ -49,6 +49,7 @@ class Churned:
         self.tier = DeviceTier(device, tables, arena, self.slots, self.registration)
         self._experts = [layer.experts for layer in arena.layout.layers]
         self._version = 0
+        self.taken_back = 0
 
     def happen(self) -> None:
         """Now and then a placement, a piece that is registered, or time without a step."""

@@ -134,6 +134,13 @@ class Tier:
             self.closed |= keys
         return closed
 
+    def reopen(self, slab: int, slots: Iterable[int]) -> None:
+        keys = {(slab, slot) for slot in slots}
+        assert keys <= self.closed
+        self.closing -= keys
+        self.closed -= keys
+        self.run(self.engine.open(slab, slots))
+
     def copied(self, copy: Copy) -> None:
         self.copies.remove(copy)
         self.content[copy.slab, copy.place.slot] = (copy.record, copy.place.generation)

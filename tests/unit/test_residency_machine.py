@@ -82,6 +82,12 @@ class Machine(RuleBasedStateMachine):
         assume(size.reserve and open_slots)
         self.tier.close(slab, {self.pick(pick, open_slots) for pick in picks})
 
+    @precondition(lambda self: self.tier.closed)
+    @rule(number=PICK)
+    def reopen(self, number):
+        slab, slot = self.pick(number, sorted(self.tier.closed))
+        self.tier.reopen(slab, [slot])
+
     @rule(number=PICK)
     def cancel(self, number):
         self.tier.cancel(self.pick(number, self.tier.records))

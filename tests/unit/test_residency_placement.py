@@ -196,6 +196,24 @@ def test_closed_slots_are_given_up_by_whoever_is_in_them_and_the_hot_come_back_a
     assert (use.slots, use.hot, use.ring) == (7, 2, 4)
 
 
+def test_slots_that_were_given_up_are_filled_again_once_they_are_opened():
+    tier = one_layer(9, 1)
+    resident(tier, 0, 1, 2, 3, 4, 5, 6, 7)
+    places = {tier.engine.place_of(Record(0, expert)).slot for expert in (6, 7)}
+    tier.close(0, places)
+    with pytest.raises(RuntimeError, match="cannot be opened"):
+        tier.engine.open(0, places)
+    tier.observe()
+    assert tier.close(0, places)
+    tier.reopen(0, places)
+    assert tier.engine.rooms() == [2]
+    resident(tier, 8, 9)
+    assert sum(tier.engine.residents()) == 8
+    assert {tier.engine.place_of(Record(0, expert)).slot for expert in (8, 9)} == places
+    with pytest.raises(RuntimeError, match="cannot be opened"):
+        tier.engine.open(0, places)
+
+
 def test_a_hot_set_that_closed_slots_have_no_room_for_gives_up_the_least_wanted():
     tier = one_layer(5, 1)
     tier.place([[3, 1, 7, 5]], 0.0)
