@@ -1,7 +1,7 @@
 # Everything here works on a fresh machine with Python 3.11+ and a C++17 compiler: each target makes its own .venv.
 #   make demo     build sparkd and let the built-in model answer
 #   make test     build sparkd with its test dependencies, check the code, run the tests
-#   make soak     the long tests: every golden vector and every chunking
+#   make soak     the long tests: every golden vector and every chunking; the emulated kernels under sanitizers
 #   make wheel    a wheel for this Python in dist/, which installs where there is no compiler
 #   make sanitize the kernels under the address, undefined-behaviour and thread sanitizers
 #   make clean    remove what was built
@@ -37,6 +37,7 @@ lint: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak
+	$(BIN)/python tests/emulator/sanitized.py forward,reverse,random -m "not soak" -n auto --maxprocesses 8 $(EMULATED)
 
 # Runs on every x86-64 processor. auditwheel finds which C library is the oldest that will do, and names it in the file.
 wheel: | $(BIN)/python
@@ -45,6 +46,10 @@ wheel: | $(BIN)/python
 	@rm -rf build/wheel
 	$(PIP) wheel --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+
+# Kernels of a GPU, which a compiler for the CPU makes; and of them what all weights of a K-quantised file go through.
+EMULATED := $(addprefix tests/emulator/test_,$(addsuffix .py,cuda_kernels cuda_models cuda_golden device_residency device_tier))
+FEW := tests/emulator/test_device_residency.py -m "not soak" -k "wherever and 0.5-True"
 
 # Programs under sanitizers, one for each instruction set that this machine has, and one for threads.
 CHECKS := $(addprefix tests/native/,check_kernels check_plan)
@@ -58,9 +63,10 @@ SANITIZED_thread := -fsanitize=thread
 SANITIZED := base thread $(if $(shell grep -wm1 avx2 /proc/cpuinfo),v3) $(if $(shell grep -wm1 avx_vnni /proc/cpuinfo),vnni) $(if $(shell grep -wm1 avx512_vnni /proc/cpuinfo),v4)
 SANITIZERS := $(foreach v,$(SANITIZED),$(foreach c,$(CHECKS),build/sanitize/$v/$c))
 
-sanitize: toolchain
+sanitize: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j$$(nproc) $(SANITIZERS)
 	@for check in $(SANITIZERS); do echo "$$check"; $$check || exit 1; done
+	$(BIN)/python tests/emulator/sanitized.py random $(FEW)
 	@echo "not for this machine: $(or $(filter-out $(SANITIZED),v3 vnni v4),nothing)"
 
 define SANITIZER

@@ -1,17 +1,20 @@
 """Whether a GPU gives the bits of the CPU, and how fast it is: one command wherever a card appears.
 
-    python bench/gpu_check.py [MODEL.gguf ...] [--vram 4 8 16] [--out FOLDER] [--device cuda]
+    python bench/gpu_check.py [MODEL.gguf ...] [--vram 4 8 16] [--tokens 256] [--out FOLDER] [--device cuda]
 
 Needs this checkout with its test dependencies, CuPy, and a driver; no network. In order:
 
     same bits     the tests of every kernel and of whole models (tests/emulator), run on the card
+    sanitizers    a few of these tests under compute-sanitizer's memcheck and racecheck, where that is installed
     the link      registering host memory where it lies; copies to the card by size, alone and beside a replay
-    decode        the whole daemon with each model, the built-in one by default, at each limit of `memory.vram_gib`: the
-                  tokens must be those of the CPU; tokens per second at the residency that came of it
+    residency     each model, the built-in one by default, with 100, 60, 40 and 25 % of its experts in slots, beside
+                  rings of 0 to 48 slots a layer: the tokens must be those of the CPU; misses, tokens per second
+    decode        the whole daemon with each model at each limit of `memory.vram_gib`: the tokens must be those of the
+                  CPU; tokens per second at the residency that came of it
 
 Each part goes on where another failed. Writes gpu_check.md and gpu_check.json into FOLDER (the present one), prints the
-tables, and ends with 1 if anything differed or failed. `--device host` runs the first two parts on the host instead: it
-shows that this script works, and its times mean nothing.
+tables, and ends with 1 if anything differed or failed. `--device host` runs all but sanitizers and daemons on the host
+instead: it shows that this script works, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -27,11 +31,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import gpu_residency
 import numpy as np
 from serving import serving
 
 from spark_client import messages
 from sparkd.demo.main import MODEL
+from sparkd.errors import BudgetError, DeviceError
 from sparkd.executors.cuda_device import CudaDevice
 from sparkd.executors.device import Device, Stream
 from sparkd.executors.gpu import gpu_missing
@@ -39,7 +45,11 @@ from sparkd.ipc.memory import Region
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/emulator/test_cuda_kernels.py", "tests/emulator/test_cuda_models.py"]
+#: What runs under compute-sanitizer, which is slow: every kind of kernel once.
+_FEW = "Q4_K or Q8_0 or routing or attention or recurrent or rms_norm or best_token"
+_TOOLS = ("memcheck", "racecheck")
 MIB = 1 << 20
+sys.path.insert(0, str(ROOT / "tests" / "emulator"))
 _PROMPT = "Once upon a time there was a little fox who"
 
 
@@ -74,6 +84,53 @@ def same_bits(device: str) -> Table:
         table.rows.append([tests, said[-1], f"{time.perf_counter() - began:.0f}"])
         if run.returncode:
             raise Failed("\n".join([table.markdown(), *said[-40:]]))
+    return table
+
+
+def sanitizers(tool_path: str | None) -> Table:
+    """Tests of kernels under compute-sanitizer. Failed with the end of what it said."""
+    table = Table("Sanitizers", ["tool", "outcome", "seconds"])
+    if tool_path is None:
+        table.rows.append(["compute-sanitizer", "is not installed", ""])
+        return table
+    for tool in _TOOLS:
+        began = time.perf_counter()
+        command = [tool_path, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-x"]
+        command += ["--no-header", "-m", "not soak", "-p", "no:cacheprovider", "-o", "timeout=0", "-k", _FEW, TESTS[0]]
+        run = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"SPARKD_TEST_DEVICE": "cuda"}, capture_output=True, text=True
+        )
+        said = (run.stdout + run.stderr).strip().splitlines() or ["nothing was said"]
+        table.rows.append([tool, said[-1], f"{time.perf_counter() - began:.0f}"])
+        if run.returncode:
+            raise Failed("\n".join([table.markdown(), *said[-40:]]))
+    return table
+
+
+def residencies(device: Device, models: list[Path], tokens: int) -> Table:
+    """Each model at each residency. Failed where tokens are not those of the CPU."""
+    heads = ["model", "hot", "ring", "slots", "missed", "tokens/s", "of the CPU's", "tokens"]
+    table = Table("Residency", heads)
+    for path in models:
+        with gpu_residency.opened(path, device, tokens) as (model, expected):
+            table.rows.append([path.name, "CPU", "", "", "", f"{expected.speed:.1f}", "1.00", ""])
+            warmed = False
+            for share in gpu_residency.SHARES:
+                for ring in gpu_residency.RINGS if share < 1 else [0]:
+                    row = [path.name, f"{share:.0%}", str(ring)]
+                    try:
+                        if not warmed:  # graphs are captured by the first steps
+                            model.at(expected, share, ring)
+                            warmed = True
+                        found = model.at(expected, share, ring)
+                    except (BudgetError, DeviceError) as error:
+                        table.rows.append([*row, "", "", "", "", f"does not fit: {error}"])
+                        continue
+                    told = [str(found.slots), f"{found.missed:.2%}", f"{found.speed:.1f}"]
+                    verdict = "equal" if found.equal else "DIFFERENT"
+                    table.rows.append([*row, *told, f"{found.speed / expected.speed:.2f}", verdict])
+    if any(row[-1] == "DIFFERENT" for row in table.rows):
+        raise Failed(table.markdown() + "\nother tokens than the CPU's")
     return table
 
 
@@ -183,8 +240,10 @@ def main() -> int:
     parts: dict[str, Callable[[], Table]] = {
         "same bits": lambda: same_bits(given.device),
         "the link": lambda: link(open_device(given.device), given.most_mib * MIB),
+        "residency": lambda: residencies(open_device(given.device), given.models, given.tokens),
     }
     if given.device == "cuda":
+        parts["sanitizers"] = lambda: sanitizers(shutil.which("compute-sanitizer"))
         parts["decode"] = lambda: decode(given.models, given.vram, given.tokens)
     tables: list[Table] = []
     failures: dict[str, str] = {}
@@ -207,7 +266,6 @@ def open_device(name: str) -> Device:
     """The card, or what the tests have instead of one."""
     if name == "cuda":
         return CudaDevice()
-    sys.path.insert(0, str(ROOT / "tests" / "emulator"))
     from host_device import HostDevice
 
     return HostDevice(size=4 << 30)
