@@ -214,7 +214,7 @@ class Gateway:
         body = await read(request, TokenizeBody)
         client = await self._daemon.client(holder.name)
         if (body.content is None) == (body.messages is None):
-            raise refused("content", "exactly one of content and messages is given")
+            raise refused("content", "exactly one of content and messages is given", "invalid_value")
         with self._told_in({"options": "chat_template_kwargs"}, holder):
             if body.messages is None:
                 tokens = await client.tokenize(body.content or "", special=body.special)

@@ -78,8 +78,8 @@ def refused(option: str, why: str, code: str = "unsupported_option") -> ApiError
 def of_client(error: SparkClientError | TimeoutError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
     """What went wrong at the daemon, or on the way to it.
 
-    `names`: the dialect's names of the daemon's options where they differ; of messages that it counts differently, the
-    place is left out.
+    `names`: the dialect's names of the daemon's options where they differ; of messages that it counts differently, only
+    the member is named.
     """
     if isinstance(error, ConnectionFailed):
         return ApiError(503, str(error), code="daemon_unreachable")
@@ -96,12 +96,14 @@ def _of_daemon(error: RequestFailed, names: Mapping[str, str]) -> ApiError:
     if status == 400 and _TOO_LONG in message:
         return ApiError(status, message, names.get("messages", "messages"), "context_length_exceeded")
     if status == 400 and (found := _OPTION.match(message)):
-        option, place = found["option"], found["place"]
+        option, place, rest = found["option"], found["place"], message[found.end() :]
         if found[0] in names:
             param = names[found[0]]
+            message = param + rest
         elif option == "messages" and option in names:
             param = names[option]
+            message = f"{param}: {place.rpartition('.')[2]}{rest}" if "." in place else param + rest
         else:
             param = names.get(option, option) + place
-        message = param + message[found.end() :]
+            message = param + rest
     return ApiError(status, message, param, code)

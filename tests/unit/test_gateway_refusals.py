@@ -114,6 +114,14 @@ def test_what_the_worker_refuses_has_its_status_in_a_stream_too(
         assert (streamed[2]["error"]["param"], streamed[2]["error"]["code"]) == (own, "context_length_exceeded")
 
 
+def test_of_messages_that_a_dialect_counts_differently_only_the_member_is_named(fake_daemon: Start) -> None:
+    late = m.Failed(None, 0, "request", "messages[3].tool_calls[0].function.arguments cannot be read as JSON")
+    with gateway(fake_daemon(plan=lambda request: late)) as house:
+        for path, name in ((RESPONSE, "input"), (MESSAGE, "messages")):
+            status, error = error_of(house, path, BODIES[path])
+            assert (status, error["message"]) == (400, f"{name}: arguments cannot be read as JSON")
+
+
 def test_a_switch_of_thoughts_that_a_template_lacks_is_named_as_it_was_sent(fake_daemon: Start) -> None:
     late = m.Failed(None, 0, "unsupported", "options.enable_thinking: there is no such option")
     with gateway(fake_daemon(plan=lambda request: late)) as house:
