@@ -61,7 +61,7 @@ void tiles(const Weight& w, int64_t begin, int64_t end, const Activations& x, co
 template <class T>
 void integers(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
               void* memory) {
-    if (count >= tile_products::kWorthUnpacking) return tiles<T>(w, begin, end, x, targets, count, memory);
+    if (count >= tile_products::kWorthUnpacking<T>) return tiles<T>(w, begin, end, x, targets, count, memory);
     // Weight rows come from memory once: those of a stretch serve all activation rows from the cache.
     const int64_t stretch = std::max<int64_t>(8, kStretchBytes / w.row_bytes() / 8 * 8);
     for (int64_t first = begin; first < end; first += stretch)

@@ -13,7 +13,9 @@ using namespace layouts;
 using Ints = __m256i;
 constexpr int kRegisters = 2;  // that sixteen rows take
 constexpr int kGroup = 4;      // activation rows that share what is loaded of the weights
-constexpr int kWorthUnpacking = 2;  // activation rows from which on a tile is faster than row by row
+// Activation rows from which on a tile is faster than row by row.
+template <class>
+constexpr int kWorthUnpacking = 2;
 
 // A dword of `p` in every lane.
 inline Ints everywhere_32(const void* p) { return _mm256_set1_epi32(load_as<int32_t>(p)); }

@@ -13,7 +13,9 @@ using namespace layouts;
 using Ints = __m512i;
 constexpr int kRegisters = 1;  // that sixteen rows take
 constexpr int kGroup = 8;      // activation rows that share what is loaded of the weights
-constexpr int kWorthUnpacking = 2;  // activation rows from which on a tile is faster than row by row
+// Activation rows from which on a tile is faster than row by row; rows of Q8_0 need no unpacking.
+template <class T>
+constexpr int kWorthUnpacking = std::is_same_v<T, Q80> ? 3 : 2;
 
 // A dword of `p` in every lane.
 inline Ints everywhere_32(const void* p) { return _mm512_set1_epi32(load_as<int32_t>(p)); }
