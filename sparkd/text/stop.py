@@ -43,6 +43,7 @@ class StopMatcher:
         check_stops(stops)
         self._asked = frozenset(stops)
         self._stops = sorted({*stops, *ends}, key=len)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
         self._held = ""
         #: The string that ended the text.
         self.stopped: str | None = None
@@ -64,7 +65,9 @@ class StopMatcher:
         if self.stopped is not None:
             return "", self.stopped
         held = self._held + text
-        for start in range(len(held) if self._stops else 0):
+        for start, character in enumerate(held):
+            if character not in self._firsts:
+                continue
             self.stopped = next((stop for stop in self._stops if held.startswith(stop, start)), None)
             if self.stopped is not None:
                 self._held = ""
