@@ -226,7 +226,7 @@ def _processes(processes: list[Document]) -> Table:
             "" if rss is None else size(rss),
             str(process.get("restarts", 0)),
             "" if beat is None else f"{beat:.1f} s ago",
-            Text(printable(process.get("reason") or "")),
+            Text(printable(process.get("reason") or process.get("url") or "")),
         )
     return made
 

@@ -39,6 +39,8 @@ def document() -> dict[str, Any]:
              "heartbeat_s": None, "reason": ""},
             {"role": "worker", "pid": None, "state": "failed", "rss_bytes": None, "restarts": 3, "heartbeat_s": 1.25,
              "reason": "killed by signal 9"},
+            {"role": "gateway", "pid": 72, "state": "ready", "rss_bytes": 9 * MIB, "restarts": 0, "heartbeat_s": None,
+             "reason": "", "url": "http://127.0.0.1:8080"},
         ],
         "loading": {"done_bytes": 10 * MIB, "total_bytes": 20 * MIB, "read_bytes": 10 * MIB},
         "residency": {
@@ -85,6 +87,7 @@ def test_every_part_of_the_document_is_shown(capsys: pytest.CaptureFixture[str])
     assert "native x86-64-v3, 2 threads, keys and values f16" in row(text, "computes")
     worker = row(text, "worker")
     assert "failed" in worker and "1.2 s ago" in worker and "killed by signal 9" in worker
+    assert "http://127.0.0.1:8080" in text
     assert row(text, "note") == "note: key 'x' is odd\\x1b[31m"
     assert "note: /s/x.profile: the checksum does not fit" in text
 
