@@ -3,11 +3,12 @@
     python bench/policies.py [--demo demo_routing.npz] [--public FOLDER] [--trace FILE.npz ...]
                              [--capacity 10 25 ...] [--tokens N] [--warm] [--plot FILE.svg] [--json FILE]
 
-Replays routing in the order of time, a cache over all layers with so many percent of the records, cold at first (but
-"static", and ours if it is `--warm`). All but the uniform choice and Belady's optimum is the daemon's own code:
-`calibration/shadow` over `residency/ring` (here compiled, `fast_shadow`), and for "ours" the adviser with its counts,
-its sample of shadows and its placements. What a placement brings counts as a miss. "LFU" is the decayed frequency whose
-half-life was best on this very traffic, known afterwards.
+Replays routing in the order of time, a cache over all layers with so many percent of the records: cold at first, or,
+with `--warm`, as the profile would have it ("static" and ours). All but the uniform choice and Belady's optimum is the
+daemon's own code: `calibration/shadow` over `residency/ring` (here compiled, `fast_shadow`), and for "ours" the adviser
+with its counts, its sample of shadows and its placements. What a placement brings counts as a miss, and so does what
+"static" is filled with where it begins cold. "LFU" is the decayed frequency whose half-life was best on this very
+traffic, known afterwards.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def play(trace: Trace, percent: int, warm: bool = False) -> Result:
     steps = [np.unique(numbers).tolist() for numbers in trace.numbers()]
     uses = sum(map(len, steps))
     profile = np.bincount(_numbers(trace.profile, trace.experts), minlength=trace.records).astype(float)
-    found = {rule: _shadow(rule, slots, steps, trace.records, profile) / uses for rule in (STATIC, LRU, *_DECAYS)}
+    found = {rule: _shadow(rule, slots, steps, trace.records, profile, warm) / uses for rule in (STATIC, LRU, *_DECAYS)}
     best = max(_DECAYS, key=lambda rule: found[rule])
     chance = np.random.default_rng(1).permutation(trace.records)
     ours, rule = _ours(trace, slots, steps, warm)
@@ -80,11 +81,10 @@ def play(trace: Trace, percent: int, warm: bool = False) -> Result:
     )
 
 
-def _shadow(rule: Rule, slots: int, steps: Sequence[list[int]], records: int, profile: np.ndarray) -> int:
+def _shadow(rule: Rule, slots: int, steps: Sequence[list[int]], records: int, profile: np.ndarray, warm: bool) -> int:
     shadow = FastShadow([0] * records, [slots], rule)
-    if rule.pinned:
-        shadow.pin(top(profile, np.zeros(records, np.int64), shadow.pins))
-    return sum(map(shadow.step, steps))
+    brought = shadow.pin(top(profile, np.zeros(records, np.int64), shadow.pins)) if rule.pinned else 0
+    return sum(map(shadow.step, steps)) - (0 if warm else brought)
 
 
 def _ours(trace: Trace, slots: int, steps: Sequence[list[int]], warm: bool) -> tuple[int, Rule]:

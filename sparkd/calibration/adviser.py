@@ -11,15 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkd.calibration.shadow import FIRST, RULES, Rule, Shadow
+from sparkd.calibration.shadow import FIRST, WARM, Rule, Shadow
 from sparkd.calibration.tuner import SAMPLE, Tuner
 from sparkd.residency.placement import Placement, choose_hot
 from sparkd.residency.slabs import LayerSize
 
 #: Decode steps between two looks.
 PAUSE = 256
-#: What a profile is good for at the start, before there is traffic: the tier is filled with it at once.
-WARM = RULES[-1]
 
 
 @dataclass(frozen=True, slots=True)

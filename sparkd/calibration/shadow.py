@@ -29,6 +29,8 @@ STATIC = Rule("static", 1.0, 64.0)
 LRU = Rule("lru", 0.0, 1.0)
 #: Where a tier begins: hardly worse than the best on any recorded or made traffic (bench/policies.py).
 FIRST = Rule("decay 64", 0.0, 64.0)
+#: Where a tier begins that has a profile: it is filled with it at once.
+WARM = Rule("pinned 80 %, decay 64", 0.8, 64.0)
 RULES = (
     STATIC,
     LRU,
@@ -37,7 +39,8 @@ RULES = (
     Rule("decay 256", 0.0, 256.0),
     Rule("decay 1024", 0.0, 1024.0),
     Rule("pinned 50 %, decay 64", 0.5, 64.0),
-    Rule("pinned 80 %, decay 64", 0.8, 64.0),
+    WARM,
+    Rule("pinned 95 %, decay 64", 0.95, 64.0),
 )
 
 

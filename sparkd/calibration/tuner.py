@@ -20,7 +20,7 @@ from sparkd.residency.slabs import LayerSize
 SAMPLE = 256
 #: Steps after which what a shadow found counts half; steps before which nothing is concluded.
 MEMORY = 1000.0
-_FIRST = 512
+_FIRST = 256
 #: By how much more of all uses another rule has to find, before it is followed.
 MARGIN = 0.004
 

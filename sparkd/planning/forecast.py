@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparkd.calibration import profile
-from sparkd.calibration.adviser import WARM
 from sparkd.calibration.counts import RoutingCounts, RoutingError
-from sparkd.calibration.shadow import FIRST
+from sparkd.calibration.shadow import FIRST, WARM
 from sparkd.config import Settings
 from sparkd.planning import hits, roofline
 from sparkd.planning.advice import device_advice, host_advice, largest_context

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkd.calibration.adviser import PAUSE, WARM, Adviser, Tier
+from sparkd.calibration.adviser import PAUSE, Adviser, Tier
 from sparkd.calibration.counts import RoutingCounts
-from sparkd.calibration.shadow import FIRST, LRU, RULES, STATIC, Rule, Shadow
+from sparkd.calibration.shadow import FIRST, LRU, RULES, STATIC, WARM, Rule, Shadow
 from sparkd.calibration.tuner import MEMORY, Tuner, top
 from sparkd.residency.commands import Copy
 from sparkd.residency.leases import Use

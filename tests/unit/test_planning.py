@@ -11,8 +11,8 @@ from counting_device import allocated
 from sparse_models import TWENTY, make_full, make_one_of_twenty
 
 from sparkd.calibration import profile
-from sparkd.calibration.adviser import WARM
 from sparkd.calibration.counts import RoutingCounts
+from sparkd.calibration.shadow import WARM
 from sparkd.config import LimitSettings, ModelSettings, Settings
 from sparkd.errors import ConfigError
 from sparkd.gguf.formats import FORMATS
