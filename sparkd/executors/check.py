@@ -1,4 +1,4 @@
-"""What must hold before a step and after it, for every executor."""
+"""What must hold before a step, for every executor, and of the experts that a device chose."""
 
 from __future__ import annotations
 
