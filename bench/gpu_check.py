@@ -11,6 +11,8 @@ Needs this checkout with its test dependencies, CuPy, and a driver; no network. 
                   rings of 0 to 48 slots a layer: the tokens must be those of the CPU; misses, tokens per second
     decode        the whole daemon with each model at each limit of `memory.vram_gib`: the tokens must be those of the
                   CPU; tokens per second at the residency that came of it
+    prompts       the same with prompts of 512 to 32,768 tokens: tokens per second, bytes of experts over the link and
+                  the rate of those; the next token must be the CPU's, where the prompt is short enough for it
 
 Each part goes on where another failed. Writes gpu_check.md and gpu_check.json into FOLDER (the present one), prints the
 tables, and ends with 1 if anything differed or failed. `--device host` runs all but sanitizers and daemons on the host
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -36,20 +38,24 @@ import numpy as np
 from serving import serving
 
 from spark_client import messages
+from sparkd.config import ModelSettings, Settings
 from sparkd.demo.main import MODEL
 from sparkd.errors import BudgetError, DeviceError
 from sparkd.executors.cuda_device import CudaDevice
 from sparkd.executors.device import Device, Stream
 from sparkd.executors.gpu import gpu_missing
 from sparkd.ipc.memory import Region
+from sparkd.planning.shape import Shape
 
 ROOT = Path(__file__).parents[1]
-TESTS = ["tests/emulator/test_cuda_kernels.py", "tests/emulator/test_cuda_models.py"]
+TESTS = [f"tests/emulator/test_cuda_{name}.py" for name in ("kernels", "prefill", "models")]
 #: What runs under compute-sanitizer, which is slow: every kind of kernel once.
 _FEW = "Q4_K or Q8_0 or routing or attention or recurrent or rms_norm or best_token"
 _TOOLS = ("memcheck", "racecheck")
 MIB = 1 << 20
 sys.path.insert(0, str(ROOT / "tests" / "emulator"))
+#: Lengths of prompts, as far as the model's context goes; the CPU reads those up to the last figure too.
+PROMPTS, ON_CPU = (512, 2048, 8192, 32768), 2048
 _PROMPT = "Once upon a time there was a little fox who"
 
 
@@ -225,6 +231,52 @@ def stream(model: Path, tokens: int, *flags: str) -> tuple[list[int], float, str
         return said, speed, resident
 
 
+def prompts(models: list[Path], limits: list[float]) -> Table:
+    """Whole daemons that read long prompts. Failed where the token after one is not the CPU's."""
+    heads = ["model", "memory.vram_gib", "tokens", "tokens/s", "GB streamed", "GB/s", "next token"]
+    table = Table("Prompts", heads)
+    different = []
+    for model in models:
+        context = Shape.open(Settings(model=ModelSettings(str(model)))).program.context
+        lengths = [length for length in PROMPTS if length < context]
+        flags = ("--limits-context", str(min(context, PROMPTS[-1] + 64)), "--limits-sequences", "1")
+        expected = {
+            length: token
+            for length, token, *_ in read([n for n in lengths if n <= ON_CPU], model, *flags, "--worker-device", "cpu")
+        }
+        for limit in limits:
+            card = (*flags, "--worker-device", "cuda", "--memory-vram-gib", str(limit))
+            for length, token, took, streamed in read(lengths, model, *card):
+                wanted = expected.get(length)
+                verdict = "" if wanted is None else "equal" if token == wanted else "DIFFERENT"
+                speeds = [f"{length / took:.0f}", f"{streamed / 1e9:.2f}", f"{streamed / took / 1e9:.2f}"]
+                table.rows.append([model.name, f"{limit:g}", str(length), *speeds, verdict])
+                if verdict == "DIFFERENT":
+                    different.append(f"{model.name} at {limit:g} GiB after {length} tokens")
+    if different:
+        raise Failed(table.markdown() + f"\nanother token than the CPU's: {', '.join(different)}")
+    return table
+
+
+def read(lengths: list[int], model: Path, *flags: str) -> Iterator[tuple[int, int, float, int]]:
+    """Of each prompt its length, the token after it, the seconds of reading it, and bytes that were streamed for it."""
+    with serving(model, *flags) as (client, _):
+        # Steps grow to their size first.
+        for number, length in enumerate([*lengths[-1:], *lengths]):
+            before = (client.status().get("device") or {}).get("streamed_bytes", 0)
+            took, said = 0.0, []
+            ids = [100 + (7919 * (number * PROMPTS[-1] + i)) % 200 for i in range(length)]
+            with client.generate(tokens=ids, max_tokens=1, ignore_eos=True) as answer:
+                for event in answer.events(3600):
+                    if isinstance(event, messages.Chunk):
+                        said += list(event.tokens)
+                    if isinstance(event, messages.Finished):
+                        took = event.timings.prefill_s
+            if number:
+                after = (client.status().get("device") or {}).get("streamed_bytes", 0)
+                yield length, said[0], took, after - before
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="*", default=[MODEL])
@@ -245,6 +297,7 @@ def main() -> int:
     if given.device == "cuda":
         parts["sanitizers"] = lambda: sanitizers(shutil.which("compute-sanitizer"))
         parts["decode"] = lambda: decode(given.models, given.vram, given.tokens)
+        parts["prompts"] = lambda: prompts(given.models, given.vram)
     tables: list[Table] = []
     failures: dict[str, str] = {}
     for name, part in parts.items():

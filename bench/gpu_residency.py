@@ -20,13 +20,14 @@ from sparkd.executors.device import Device
 from sparkd.executors.metered import Metered
 from sparkd.executors.native import NativeExecutor, StateMemory
 from sparkd.graph.state import StateLayout
-from sparkd.residency.device_budget import RESERVE_PARTS
+from sparkd.residency.device_budget import RESERVE_PARTS, staging_slots
 from sparkd.residency.leases import Use
 from sparkd.residency.placement import Placement
 from sparkd.residency.ring import HALF_LIFE
 from sparkd.residency.slabs import SlabSize
 from sparkd.store.arena import Arena
 from sparkd.worker.device_slots import DeviceSlots
+from sparkd.worker.device_staging import Staging
 from sparkd.worker.device_tier import DeviceTier
 from sparkd.worker.registration import Registration
 from sparkd.worker.state import PoolSize, StatePool
@@ -96,7 +97,7 @@ class Model:
         self.native = NativeExecutor(program, arena, self._layout, memory, max_rows=_CHUNK, threads=threads)
         self.cuda = CudaExecutor(
             device, program, arena, self._layout, pages=self._size.pages, slots=self._size.records,
-            context=self._positions, counts=COUNTS,
+            context=self._positions, counts=COUNTS, prompt_rows=_CHUNK,
         )  # fmt: skip
         registration = Registration(device, arena)
         while registration.register_next():
@@ -149,7 +150,9 @@ class Model:
         lent = _Lent(self._device, self._device.memory()[0])
         try:
             slots = DeviceSlots(lent, sizes, [slab.record_bytes for slab in self._arena.layout.slabs])
-            tier = DeviceTier(lent, self.cuda, self._arena, slots, _Registered(self._pieces))  # type: ignore[arg-type]
+            staging = Staging(lent, staging_slots(top_k), max(slots.record_bytes))
+            registered = _Registered(self._pieces)
+            tier = DeviceTier(lent, self.cuda, self._arena, slots, registered, staging)  # type: ignore[arg-type]
             self.cuda.serve_from(tier)
             tier.place(Placement(1, hot, free, HALF_LIFE))
             for _ in range(_PATIENCE):

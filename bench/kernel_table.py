@@ -35,11 +35,11 @@ LIMITS = {
 }
 #: Types that the table's kernels multiply: those of a Q4_K_M file, and Q8_0.
 TYPES = ("F32", "Q4_K", "Q6_K", "Q8_0")
-#: Threads of a block of the kernels that multiply; the others are launched with at most 256.
+#: Threads of a block of the kernels that multiply (and of some for prompts); the others are launched with at most 256.
 _THREADS = 128
 #: What the document says of the compiler, before its version.
 COMPILER = "Compiled by NVRTC"
-_MULTIPLY = re.compile(r"(linear|logits|route|gate_up|down)_\d+$")
+_MULTIPLY = re.compile(r"(linear|logits|route|gate_up|down)_\d+$|prefill_(attention_\d|choose|delta|experts|linear)$")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_\d+'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers.*?(?:, (\d+) bytes smem)?(?:,|$)")

@@ -8,6 +8,7 @@ where they are from; everything else is reckoned by the code that `sparkctl plan
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from sparkd.planning.shape import Shape
 from sparkd.planning.work import LAUNCHES_LAYER, LOGIT_ROWS
 from sparkd.residency.budget import GIB, Limit
 from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RESERVE_PARTS
+from sparkd.store.planned import STEP_ROWS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "plan.md"
@@ -180,6 +182,8 @@ def hit_rates() -> Iterator[tuple[object, ...]]:
 #: Measured by us with one thread and eight layers (`bench/README.md`): prompt of 512, decode; and published prompts.
 MEASURED = (("laguna", 135.2, 18.3), ("qwen35moe", 152.1, 15.7))
 PROMPTS = (("rtx-3060", 1880, "fitted"), ("rtx-5060-ti", 1350, ""))
+#: Cards that are asked about at this share of hot experts, whatever their memory.
+ASKED, SHARE = ("rtx-3090", "rtx-4080"), 0.6
 
 
 def processors(models: Models) -> Iterator[tuple[object, ...]]:
@@ -202,6 +206,11 @@ def prompts(models: Models) -> Iterator[tuple[object, ...]]:
             slowest = max(made.overlapping, key=lambda term: term.seconds).name
             said = error(made.tokens_s, published) + (f" ({how})" if how and rows == PROMPT else "")
             yield card, f"{budget.residency:.0%}", rows, f"{made.tokens_s:.0f}", slowest, published, said
+    for card, rows in itertools.product(ASKED, (512, PROMPT)):
+        gpu = GPUS[card]
+        made = roofline.gpu_prefill(work, gpu, LINKS[gpu.link], PROMPT // 2, rows, SHARE)
+        slowest = max(made.overlapping, key=lambda term: term.seconds).name
+        yield card, f"{SHARE:.0%}", rows, f"{made.tokens_s:.0f}", slowest, "", ""
 
 
 def cards(models: Models, names: Iterable[str], contexts: Iterable[tuple[int, int]]) -> Iterator[tuple[object, ...]]:
@@ -241,7 +250,8 @@ def sections(models: Models) -> Iterator[str]:
     yield "\n## Hits by the prior, against what was seen\n"
     yield from table("hot | ring slots of 256 | prior | seen | points | where", hit_rates())
     yield "\n## Prompts on a card, against published figures\n"
-    yield "The published figures name neither model nor residency; Laguna-XS.2 with one sequence of 8,192 is assumed.\n"
+    yield "The published figures name neither model nor residency; Laguna-XS.2 with one sequence of 8,192 is assumed."
+    yield f"A step of this version has at most {STEP_ROWS} rows: the others show what longer ones would be worth.\n"
     yield from table("card | hot | rows a step | predicted | bound by | published | error", prompts(models))
     yield "\n## The CPU, against what we measured\n"
     yield "One thread, true shapes with eight layers; tokens per second.\n"

@@ -32,6 +32,7 @@ from sparkd.graph.state import PAGE, StateLayout
 from sparkd.planning.hardware import GPUS, LINKS
 from sparkd.planning.roofline import MEMORY_SHARE
 from sparkd.planning.shape import Shape
+from sparkd.store.planned import STEP_ROWS
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "unit"), str(ROOT / "tests" / "data" / "tools")]
@@ -47,7 +48,8 @@ BEGIN, END = "<!-- made by bench/roofline.py -->\n", "<!-- end of bench/roofline
 
 _COST = re.compile(
     r"^// Cost: (?P<bytes>[^:]+?) bytes,\s(?://\s+)?(?P<operations>[^:]+?) operations\..*\n"
-    r"(?:template.*\n)?(?:extern \"C\" __global__|__device__ inline) void (?P<kernel>\w+)\(",
+    r"(?:template.*\n)?(?:extern \"C\" __global__|__device__ inline) void\s+(?:__launch_bounds__\([^)]*\)\s+)?"
+    r"(?P<kernel>\w+)\(",
     re.MULTILINE,
 )
 
@@ -166,7 +168,9 @@ def token(arch: str, folder: Path, position: int) -> dict[str, Load]:
     layout = StateLayout.of(shape.program, 2)
     pages = [group.pages_for(8192, 8) for group in layout.groups]
     weights = NoWeights(shape)
-    executor = CudaExecutor(CountingDevice(), shape.program, weights, layout, pages=pages, slots=1, context=8192)
+    executor = CudaExecutor(
+        CountingDevice(), shape.program, weights, layout, pages=pages, slots=1, context=8192, prompt_rows=STEP_ROWS
+    )
     return loads(shape.program, weights, executor.launches(1), position)
 
 

@@ -55,6 +55,7 @@ class WorkerSettings:
     """What computes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    misses: Literal["in_place", "copy"] = "in_place"
 
 
 @dataclass(frozen=True, slots=True)

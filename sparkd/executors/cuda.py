@@ -2,7 +2,8 @@
 
 Everything that changes between steps lies in device memory (the batch, page tables, addresses of records), so a graph
 is replayed as it is. The bits are those of the native executor (docs/arithmetic.md). A step of more rows than a graph
-takes is run as several, rows of a sequence in order.
+takes is run as several, rows of a sequence in order. Many rows of one sequence, a prompt, are not run by graphs but as
+`cuda_prompt` does it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from numpy.typing import NDArray
 
 from sparkd.executors.base import Batch, RowKind, Segment, StepResult
 from sparkd.executors.check import check_batch, check_experts
-from sparkd.executors.cuda_lowering import MAX_ROWS, Lowering, StateAddresses
+from sparkd.executors.cuda_batch import MAX_ROWS, BatchMemory
+from sparkd.executors.cuda_lowering import Lowering, StateAddresses
+from sparkd.executors.cuda_memory import DeviceMemory, Pinned
+from sparkd.executors.cuda_prefill import PrefillLowering
+from sparkd.executors.cuda_prompt import CudaPrompt
 from sparkd.executors.cuda_source import COUNTS, kernel_names, kernel_source
 from sparkd.executors.device import Device, Graph, Launch, Stream
 from sparkd.executors.weights import Weights
@@ -25,37 +30,26 @@ from sparkd.graph import ops
 from sparkd.graph.program import Program
 from sparkd.graph.state import PAGE, StateLayout
 
-_SEGMENT = np.dtype([("row", "<i4"), ("length", "<i4"), ("start", "<i4"), ("slot", "<i4")])
-#: `Batch` in kernels/cuda/device.cuh.
-_BATCH = np.dtype(
-    [
-        ("rows", "<i4"),
-        ("segments", "<i4"),
-        ("logits", "<i4"),
-        ("best_of", "<i4"),
-        ("token", "<i4", MAX_ROWS),
-        ("position", "<i4", MAX_ROWS),
-        ("segment_of", "<i4", MAX_ROWS),
-        ("logits_row", "<i4", MAX_ROWS),
-        ("segment", _SEGMENT, MAX_ROWS),
-    ]
-)
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a step that run together: the batch, and where in the step's logits and rows they belong."""
+    """Rows of a step that run together: the batch, and where in the step's logits and rows they belong.
+
+    `prompt`: as a prompt does, not by a graph.
+    """
 
     batch: Batch
     first_row: int
     first_logits: int
+    prompt: bool
 
 
 class Records(Protocol):
     """Where the records of experts are, of which some may come and go.
 
-    Of a step: `begin`; where that says so, `bring` and `let_go` for each layer of each part; `meanwhile`, once all work
-    of the step has been given to the stream; `missed`.
+    Of a step: `begin`; where that says so, `bring` and `let_go` for each layer of each part that is run by graphs;
+    `stage` for each layer of each other part; `meanwhile`, once all work of the step has been given to the stream;
+    `missed`.
     """
 
     def begin(self) -> int | None:
@@ -68,6 +62,13 @@ class Records(Protocol):
 
     def let_go(self) -> None:
         """What was brought is read by nothing that the stream is given from now on."""
+        ...
+
+    def stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
+        """Part by part all of these experts, each once, and where their records lie.
+
+        They lie there for what the stream is given until the next part is asked for.
+        """
         ...
 
     def meanwhile(self) -> None:
@@ -95,43 +96,47 @@ class CudaExecutor:
         pages: Sequence[int],
         slots: int,
         context: int,
+        prompt_rows: int,
+        prompt_from: int = MAX_ROWS + 1,
         counts: Sequence[int] = COUNTS,
         keep: Collection[ops.Value] = (),
     ) -> None:
-        """`counts`: ascending, the numbers of rows that there is a graph for; the last one is `MAX_ROWS`."""
+        """`counts`: ascending, the numbers of rows that there is a graph for; the last one is `MAX_ROWS`.
+
+        `prompt_rows`: of a segment that run together at most, where it has `prompt_from` or more.
+        """
         self._device = device
         self._counts = counts
         self._program = program
         self._layout = layout
         self._pages = list(pages)
         self._slots = slots
-        self._table_width = -(-context // PAGE)
+        self._prompt_rows, self._prompt_from = prompt_rows, prompt_from
         self._stream = device.stream()
         device.compile(kernel_source(_formats(program, weights), counts), kernel_names(counts))
 
-        groups = len(layout.groups)
-        self._step = np.zeros(_BATCH.itemsize + groups * MAX_ROWS * self._table_width * 4, np.uint8)
-        self._step_address = device.allocate(self._step.nbytes)
+        groups, width = len(layout.groups), -(-context // PAGE)
+        self._batch = BatchMemory(device, groups, MAX_ROWS, MAX_ROWS, width)
         state = StateAddresses(
-            batch=self._step_address,
-            tables=tuple(
-                self._step_address + _BATCH.itemsize + g * MAX_ROWS * self._table_width * 4 for g in range(groups)
-            ),
-            table_width=self._table_width,
             pages=tuple(
                 device.allocate(max(1, count) * group.page_bytes)
                 for count, group in zip(pages, layout.groups, strict=True)
             ),
             records=device.allocate(max(1, slots * layout.record_bytes)),
         )
-        self._lowering = Lowering(device, self._stream, program, weights, layout, state, keep)
+        memory = DeviceMemory(device, self._stream, program, weights)
+        self._head = memory.head
+        batch = BatchMemory(device, groups, prompt_rows, 1, width)
+        # First the larger of the two: they share scratch memory.
+        self._prefill = PrefillLowering(device, program, weights, layout, state, batch, memory, keep, prompt_rows)
+        self._prompt = CudaPrompt(device, self._stream, self._prefill, batch, counts)
+        self._lowering = Lowering(device, program, weights, layout, state, self._batch, memory, keep)
         self._graphs: dict[int, Graph] = {}
         #: For each number of rows: graphs that end where a layer's choice is made, and that of the rest.
         self._pieces: dict[int, list[Graph]] = {}
-        self._rows = 0
+        self._parts: list[_Part] = []
         self._records: Records | None = None
-        self._ids_bytes = 4 * MAX_ROWS * sum(layer.top_k for layer in program.expert_layers)
-        self._ids_memory, self._logits_memory, self._choice_memory = (_Pinned(device) for _ in range(3))
+        self._ids_memory, self._logits_memory, self._choice_memory = (Pinned(device) for _ in range(3))
         self._tables = [np.zeros(layer.experts, "<u8") for layer in program.expert_layers]
         self.publish(weights.records())
 
@@ -160,46 +165,67 @@ class CudaExecutor:
     def step(self, batch: Batch) -> StepResult:
         """Run all rows. RequestError and ValueError (see `check_batch`) are raised before anything is touched."""
         check_batch(batch, self._program, self._layout, self._pages, self._slots, len(batch.tokens))
-        rows = self._rows = len(batch.tokens)
         records = self._records
         whole = None if records is None else records.begin()
-        parts = list(_parts(batch, MAX_ROWS if whole is None else min(whole, MAX_ROWS)))
-        ids = self._ids_memory.room(len(parts) * self._ids_bytes)
+        parts = self._parts = list(self._cut(batch, MAX_ROWS if whole is None else min(whole, MAX_ROWS)))
+        ids = self._ids_memory.room(sum(map(self._ids_bytes, parts)))
         # Of each row of logits: all of them, or the id of the best.
-        left, width = (
-            (self._lowering.logits, 4 * self._program.vocab) if not batch.best_of else (self._lowering.best, 4)
-        )
+        left, width = (self._head.logits, 4 * self._program.vocab) if not batch.best_of else (self._head.best, 4)
         logits = self._logits_memory.room(len(batch.logits_rows) * width)
-        for number, part in enumerate(parts):
-            run = self._replay if whole is None else self._run_in_pieces
-            run(part)
-            # The only copies to the host, both asynchronous; nothing waits before all parts are given.
-            self._download(self._lowering.ids, ids, number * self._ids_bytes, self._ids_bytes)
-            wanted = len(part.batch.logits_rows)
-            self._download(left, logits, part.first_logits * width, wanted * width)
+        offset = 0
+        for part in parts:
+            # The only copies to the host, all asynchronous; nothing waits before all parts are given.
+            for first, wanted in self._run(part, whole is None):
+                self._download(left, logits, (part.first_logits + first) * width, wanted * width)
+            self._download((self._prefill if part.prompt else self._lowering).ids, ids, offset, self._ids_bytes(part))
+            offset += self._ids_bytes(part)
         if records is not None:
             records.meanwhile()
         self._stream.synchronize()
         experts = self._experts(parts, ids.view("<i4"))
         check_experts(experts, tuple(layer.experts for layer in self._program.expert_layers))
-        missed = np.zeros(rows, np.int32) if records is None else records.missed(experts)
+        missed = np.zeros(len(batch.tokens), np.int32) if records is None else records.missed(experts)
         if batch.best_of:
             none = np.empty((0, self._program.vocab), np.float32)
             return StepResult(none, experts, missed, best=logits.view("<i4").copy())
         return StepResult(logits.view("<f4").reshape(-1, self._program.vocab).copy(), experts, missed)
 
     def trace(self, value: ops.Value) -> NDArray[np.float32]:
-        """A kept value of the last step, float32 [rows, width]; of steps of at most `MAX_ROWS` rows."""
-        if self._rows > MAX_ROWS:
-            raise ValueError(f"values of {self._rows} rows were not kept")
-        out = np.empty((self._rows, value.width), np.float32)
-        self._device.download(self._stream, self._lowering.address(value), out)
+        """A kept value of the last step, float32 [rows, width]; of steps whose rows ran together."""
+        if len(self._parts) != 1:
+            raise ValueError(f"values of {len(self._parts)} parts were not kept")
+        [part] = self._parts
+        out = np.empty((len(part.batch.tokens), value.width), np.float32)
+        address = (self._prefill if part.prompt else self._lowering).address(value)
+        self._device.download(self._stream, address, out)
         self._stream.synchronize()
         return out
 
     def launches(self, count: int) -> list[Launch]:
         """What a step of at most `count` rows consists of."""
         return self._lowering.launches(count)
+
+    def prompt_launches(self, count: int) -> list[Launch]:
+        """What a prompt's step of `count` rows consists of, but for products with routed experts and for logits."""
+        return [launch for piece in self._prefill.pieces(count) for launch in piece]
+
+    def _run(self, part: _Part, readable: bool) -> Iterator[tuple[int, int]]:
+        """Give the stream a part; each time that logits of wanted rows are there, the first of them and how many.
+
+        `readable`: the device can read every record where the tables lead to.
+        """
+        if part.prompt:
+            self._prompt.run(part.batch, self._stage)
+            yield from self._prompt.logits(part.batch)
+            return
+        (self._replay if readable else self._run_in_pieces)(part)
+        yield 0, len(part.batch.logits_rows)
+
+    def _stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
+        if self._records is None:
+            yield experts, self._tables[layer][list(experts)]
+        else:
+            yield from self._records.stage(layer, experts)
 
     def _replay(self, part: _Part) -> None:
         """Give the stream a part as one graph."""
@@ -230,23 +256,64 @@ class CudaExecutor:
 
     def _begin(self, part: _Part) -> int:
         """Upload a part's batch; the number of rows of the graph to run it with."""
-        self._write(part.batch)
-        self._device.upload(self._stream, self._step_address, self._step)
+        self._batch.upload(self._stream, part.batch)
         return next(count for count in self._counts if count >= len(part.batch.tokens))
 
     def _download(self, address: int, out: NDArray[np.uint8], offset: int, size: int) -> None:
         if size:
             self._device.download(self._stream, address, out[offset : offset + size])
 
+    def _ids_bytes(self, part: _Part) -> int:
+        """Bytes of the routed ids that a part leaves."""
+        rows = self._prompt_rows if part.prompt else MAX_ROWS
+        return 4 * rows * sum(layer.top_k for layer in self._program.expert_layers)
+
     def _experts(self, parts: Sequence[_Part], ids: NDArray[np.int32]) -> NDArray[np.int16]:
         """Routed ids of all rows, [expert layers, rows, top_k], from what the parts have left."""
         layers = self._program.expert_layers
-        experts = np.empty((len(layers), self._rows, layers[0].top_k if layers else 0), np.int16)
-        left = ids.reshape(len(parts), len(layers), MAX_ROWS, experts.shape[2])
-        for number, part in enumerate(parts):
-            rows = len(part.batch.tokens)
-            experts[:, part.first_row : part.first_row + rows] = left[number, :, :rows]
+        top_k = layers[0].top_k if layers else 0
+        experts = np.empty((len(layers), sum(len(part.batch.tokens) for part in parts), top_k), np.int16)
+        offset = 0
+        for part in parts:
+            rows, size = len(part.batch.tokens), self._ids_bytes(part) // 4
+            left = ids[offset : offset + size].reshape(len(layers), -1, top_k) if layers else ids
+            if layers:
+                experts[:, part.first_row : part.first_row + rows] = left[:, :rows]
+            offset += size
         return experts
+
+    def _cut(self, batch: Batch, most: int) -> Iterator[_Part]:
+        """A step in parts: of graphs at most `most` rows each, of prompts as many as there is memory for."""
+        wanted = np.asarray(batch.logits_rows)
+        if len(wanted) > 1 and (np.diff(wanted) <= 0).any():
+            raise ValueError("rows whose logits are wanted come in ascending order")
+        segments: list[Segment] = []
+        first, rows = 0, 0
+
+        def part(prompt: bool) -> _Part:
+            nonlocal first, rows
+            inside = (wanted >= first) & (wanted < first + rows)
+            tokens = batch.tokens[first : first + rows]
+            taken = Batch(tokens, tuple(segments), wanted[inside] - first, batch.best_of)
+            made = _Part(taken, first, int(np.searchsorted(wanted, first)), prompt)
+            first, rows = first + rows, 0
+            segments.clear()
+            return made
+
+        for segment in batch.segments:
+            prompt = segment.length >= self._prompt_from
+            if prompt and rows:
+                yield part(False)
+            done = 0
+            while done < segment.length:
+                length = min(segment.length - done, (self._prompt_rows if prompt else most) - rows)
+                segments.append(replace(segment, start=segment.start + done, length=length))
+                done += length
+                rows += length
+                if prompt or rows == most:
+                    yield part(prompt)
+        if rows:
+            yield part(False)
 
     def _capture(self, launches: Sequence[Launch]) -> Graph:
         def work(stream: Stream) -> None:
@@ -254,39 +321,6 @@ class CudaExecutor:
                 self._device.launch(stream, launch)
 
         return self._device.capture(work)
-
-    def _write(self, batch: Batch) -> None:
-        """Put the batch and its page tables into the bytes that are uploaded."""
-        record = self._step[: _BATCH.itemsize].view(_BATCH)[0]
-        rows = len(batch.tokens)
-        record["rows"], record["segments"], record["logits"] = rows, len(batch.segments), len(batch.logits_rows)
-        record["best_of"] = batch.best_of
-        record["token"][:rows] = batch.tokens
-        record["logits_row"][: len(batch.logits_rows)] = batch.logits_rows
-        groups = len(self._layout.groups)
-        tables = self._step[_BATCH.itemsize :].view("<i4").reshape(groups, MAX_ROWS, self._table_width)
-        row = 0
-        for number, segment in enumerate(batch.segments):
-            record["segment"][number] = (row, segment.length, segment.start, segment.state)
-            record["position"][row : row + segment.length] = segment.start + np.arange(segment.length)
-            record["segment_of"][row : row + segment.length] = number
-            row += segment.length
-            for group, table in enumerate(segment.pages):
-                tables[group, number, : len(table)] = table
-
-
-class _Pinned:
-    """Host memory for what a step leaves; grows with the largest step."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
-
-    def room(self, size: int) -> NDArray[np.uint8]:
-        """The first `size` bytes."""
-        if size > len(self._memory):
-            self._memory = self._device.pinned(size)
-        return self._memory[:size]
 
 
 def _pieces(launches: Sequence[Launch]) -> Iterator[list[Launch]]:
@@ -307,32 +341,3 @@ def _formats(program: Program, weights: Weights) -> set[Format]:
     for layer in range(len(program.expert_layers)):
         formats.update(piece.format for piece in weights.pieces(layer))
     return formats
-
-
-def _parts(batch: Batch, most: int) -> Iterator[_Part]:
-    """A step in parts of at most `most` rows."""
-    wanted = np.asarray(batch.logits_rows)
-    if len(wanted) > 1 and (np.diff(wanted) <= 0).any():
-        raise ValueError("rows whose logits are wanted come in ascending order")
-    segments: list[Segment] = []
-    first, rows = 0, 0
-
-    def part() -> _Part:
-        inside = (wanted >= first) & (wanted < first + rows)
-        tokens = batch.tokens[first : first + rows]
-        taken = Batch(tokens, tuple(segments), wanted[inside] - first, batch.best_of)
-        return _Part(taken, first, int(np.searchsorted(wanted, first)))
-
-    for segment in batch.segments:
-        done = 0
-        while done < segment.length:
-            length = min(segment.length - done, most - rows)
-            segments.append(replace(segment, start=segment.start + done, length=length))
-            done += length
-            rows += length
-            if rows == most:
-                yield part()
-                first, rows = first + rows, 0
-                segments.clear()
-    if rows:
-        yield part()

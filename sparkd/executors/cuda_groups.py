@@ -56,6 +56,11 @@ class Heads:
         """The operations of the group, in order."""
         return self.q_norm, self.q_rope, self.k_norm, self.k_rope, self.attention, self.gate
 
+    @property
+    def hidden(self) -> tuple[ops.Value, ...]:
+        """What is never written to memory."""
+        return self.q_norm.out, self.k_norm.out, self.k_rope.out, self.attention.out
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:

@@ -13,21 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparkd.errors import UnsupportedError
+from sparkd.executors.cuda_batch import MAX_ROWS, BatchMemory
 from sparkd.executors.cuda_groups import Group, Heads, Linears, Mixture, Shared, Single, groups_of
 from sparkd.executors.cuda_memory import CACHE, LAYER, TASK, DeviceMemory, Forms
-from sparkd.executors.device import Argument, Device, Grid, Launch, Stream
+from sparkd.executors.device import Argument, Device, Grid, Launch
 from sparkd.executors.weights import Weights
 from sparkd.gguf.formats import Arithmetic
 from sparkd.graph import ops
+from sparkd.graph.plan import Plan
 from sparkd.graph.plan import plan as plan_values
 from sparkd.graph.program import ExpertLayer, Program
 from sparkd.graph.state import PAGE, StateLayout
 
-#: `kMaxRows` in kernels/cuda/device.cuh.
-MAX_ROWS = 8
 _WARPS = 4
-#: Blocks that look for the best token of a row; at most the threads of one.
-_BEST_BLOCKS = 64
 _MAX_TOP_K = 16
 _MAX_EXPERTS = 1024
 _MAX_HEAD_DIM = 256
@@ -38,11 +36,8 @@ _Make = Callable[[int], Launch]
 
 @dataclass(frozen=True, slots=True)
 class StateAddresses:
-    """Where the batch, the page tables of each group, pages and records lie."""
+    """Where the pages of each group and the records of sequences lie."""
 
-    batch: int
-    tables: tuple[int, ...]
-    table_width: int
     pages: tuple[int, ...]
     records: int
 
@@ -78,46 +73,43 @@ class Lowering:
     def __init__(
         self,
         device: Device,
-        stream: Stream,
         program: Program,
         weights: Weights,
         layout: StateLayout,
         state: StateAddresses,
+        batch: BatchMemory,
+        memory: DeviceMemory,
         keep: Collection[ops.Value],
+        rows: int = MAX_ROWS,
     ) -> None:
+        """For steps of the batches in `batch`, of at most `rows` rows."""
         self._device = device
-        self._stream = stream
         self._weights = weights
         self._layout = layout
         self._state = state
+        self._batch = batch
         self._program = program
+        self._rows = rows
+        self._memory = memory
         check_shapes(program)
-        groups = groups_of(program, keep)
-        values = plan_values(program, keep, [group.members for group in groups])
-        self._arena = device.allocate(values.width * MAX_ROWS * 4)
-        self._offsets = values.offsets
-        self._memory = DeviceMemory(device, stream, program, weights)
+        groups, self._values = self._cut(program, keep)
+        self._arena = self._take(self._values.width * rows)
         self._forms: dict[ops.Value, Forms] = {}
         self._tables: dict[ops.RopeTable, tuple[int, int]] = {}
         self._chosen: dict[ops.Routing, Choice] = {}
         self._made: list[_Make] = []
-        #: Addresses of the table of each expert layer: u64 [experts].
-        self.record_tables = [device.allocate(8 * layer.experts) for layer in program.expert_layers]
-        #: Routed ids of all layers, one after another: int32 [expert layers, `MAX_ROWS`, top_k].
-        self.ids = device.allocate(max(1, MAX_ROWS * sum(layer.top_k for layer in program.expert_layers) * 4))
+        #: Routed ids of all layers, one after another: int32 [expert layers, rows, top_k].
+        self.ids = device.allocate(max(1, rows * sum(layer.top_k for layer in program.expert_layers) * 4))
         self.choices: list[Choice] = []
-        self.logits = device.allocate(MAX_ROWS * program.vocab * 4)
-        #: Of each row of logits the best id, int32 [`MAX_ROWS`], in steps that want no more.
-        self.best = device.allocate(MAX_ROWS * 4)
         self._caches = self._upload_caches()
-        self._groups = device.allocate(_GROUPS_BYTES)
+        self._prepare()
         self._begin()
-        for group in groups:
-            self._lower(group)
+        for number, group in enumerate(groups):
+            self._lower_number(number, group)
 
     def address(self, value: ops.Value) -> int:
         """Where the rows of a value lie."""
-        return self._arena + self._offsets[value] * MAX_ROWS * 4
+        return self._arena + self._values.offsets[value] * self._rows * 4
 
     def launches(self, count: int) -> list[Launch]:
         """One step of at most `count` rows."""
@@ -125,13 +117,27 @@ class Lowering:
 
     # ---- memory ----
 
+    def _cut(self, program: Program, keep: Collection[ops.Value]) -> tuple[list[Group], Plan]:
+        groups = groups_of(program, keep)
+        return groups, plan_values(program, keep, [group.members for group in groups])
+
+    def _take(self, floats: int) -> int:
+        """Memory for values."""
+        return self._device.allocate(4 * floats)
+
+    def _prepare(self) -> None:
+        """Take what only steps of a few rows need."""
+        #: Addresses of the table of each expert layer: u64 [experts].
+        self.record_tables = [self._device.allocate(8 * layer.experts) for layer in self._program.expert_layers]
+        self._groups = self._device.allocate(_GROUPS_BYTES)
+
     def _upload_caches(self) -> int:
         rows = np.zeros(max(1, len(self._layout.caches)), CACHE)
         for row, place, cache in zip(rows, self._layout.caches, self._program.caches, strict=False):
             group = self._layout.groups[place.group]
-            row["pages"], row["table"] = self._state.pages[place.group], self._state.tables[place.group]
+            row["pages"], row["table"] = self._state.pages[place.group], self._batch.tables[place.group]
             row["page_bytes"], row["k_offset"], row["v_offset"] = group.page_bytes, place.k_offset, place.v_offset
-            row["table_width"], row["kv_heads"] = self._state.table_width, cache.kv_heads
+            row["table_width"], row["kv_heads"] = self._batch.table_width, cache.kv_heads
             row["head_dim"], row["half"] = cache.head_dim, self._layout.kv_bytes == 2
         return self._memory.put(rows)
 
@@ -139,7 +145,7 @@ class Lowering:
         """Cosines and sines of the step's rows; made once per step."""
         if table not in self._tables:
             pairs = len(table.inv_freq)
-            cosine, sine = (self._device.allocate(MAX_ROWS * pairs * 4) for _ in range(2))
+            cosine, sine = (self._device.allocate(self._rows * pairs * 4) for _ in range(2))
             frequencies = self._memory.put(np.array(table.inv_freq, "<f8"))
             magnitude = np.float64(table.magnitude)
             grid = -(-pairs // 32)
@@ -168,7 +174,7 @@ class Lowering:
 
         `first`: before all others. `batch`: the kernel takes the batch before its other arguments.
         """
-        given = (self._state.batch, *arguments) if batch else arguments
+        given = (self._batch.address, *arguments) if batch else arguments
 
         def make(count: int) -> Launch:
             sides = [side * count + more if number == axis else side for number, side in enumerate(grid)]
@@ -199,7 +205,7 @@ class Lowering:
 
     def _new_forms(self, value: ops.Value) -> Forms:
         """Memory for the forms that readers of a value need, for the kernel that writes it."""
-        forms = self._memory.make_forms(value, self.address(value), MAX_ROWS, self._needs(value))
+        forms = self._memory.make_forms(value, self.address(value), self._rows, self._needs(value))
         self._forms[value] = forms
         return forms
 
@@ -210,12 +216,13 @@ class Lowering:
             if forms.q256 or forms.q32:
                 grid = -(-value.width // 256)
                 self._emit(
-                    "quantise", (grid, 1, 1), 256, self._state.batch, forms.x, i32(value.width),
+                    "quantise", (grid, 1, 1), 256, self._batch.address, forms.x, i32(value.width),
                     *forms.arguments[1:], batch=False,
                 )  # fmt: skip
         return self._forms[value]
 
-    def _lower(self, group: Group) -> None:
+    def _lower_number(self, number: int, group: Group) -> None:
+        """Make the launches of a group."""
         match group:
             case Single():
                 self._single(group.op)
@@ -296,18 +303,19 @@ class Lowering:
             case ops.Add():
                 self._emit("add", spans_of(op.out), 256, at(op.x), at(op.y), at(op.out), i32(op.out.width))
             case ops.Logits():
-                address, format, row_bytes = self._memory.weight(op.weight)
-                grid = blocks(op.weight.rows, op.weight.columns)
-                self._emit(
-                    "logits", (grid, 1, 1), 32 * _WARPS, address, i32(format.id), i32(op.weight.rows),
-                    i32(op.weight.columns), i32(row_bytes), *self._inputs(op.x).arguments, self.logits, sized=True,
-                    axis=None,
-                )  # fmt: skip
-                parts = min(_BEST_BLOCKS, -(-op.weight.rows // 256))
-                counters, partials = self._memory.zeros(4 * MAX_ROWS), self._device.allocate(8 * MAX_ROWS * parts)
-                self._emit(
-                    "argmax", (parts, 1, 1), 256, self.logits, i32(op.weight.rows), counters, partials, self.best
-                )
+                self._logits(op)
+
+    def _logits(self, op: ops.Logits) -> None:
+        """Logits of the rows that the batch wants, and the best of each."""
+        address, format, row_bytes = self._memory.weight(op.weight)
+        head, rows = self._memory.head, i32(op.weight.rows)
+        self._emit(
+            "logits", (blocks(op.weight.rows, op.weight.columns), 1, 1), 32 * _WARPS, address, i32(format.id), rows,
+            i32(op.weight.columns), i32(row_bytes), *self._inputs(op.x).arguments, head.logits, sized=True, axis=None,
+        )  # fmt: skip
+        self._emit(
+            "argmax", (head.parts, 1, 1), 256, head.logits, rows, head.counters, head.partials, head.best
+        )  # fmt: skip
 
     def _record(self, offset: int) -> tuple[Argument, ...]:
         return self._state.records, np.int64(self._layout.record_bytes // 4), np.int64(offset // 4)
@@ -322,14 +330,23 @@ class Lowering:
             if add is not None:
                 out, residual = add.out, self.address(add.y if add.x == op.out else add.x)
             tasks[number] = (self._memory.matrix(op.weight), self.address(out), residual, out.width, grid)
-            grid += blocks(op.weight.rows, op.weight.columns)
+            grid += self._blocks(op.weight)
+        self._multiply(grid, tasks, forms)
+
+    def _blocks(self, weight: ops.Weight) -> int:
+        """Blocks that share the rows of a weight."""
+        return blocks(weight.rows, weight.columns)
+
+    def _multiply(self, grid: int, tasks: np.ndarray, forms: Forms) -> None:
+        """`TASK`s in `grid` blocks together, of a value with these forms."""
         self._emit(
             "linear", (grid, 1, 1), 32 * _WARPS, self._memory.put(tasks), i32(len(tasks)), *forms.arguments,
             sized=True, axis=None,
         )  # fmt: skip
 
-    def _heads(self, group: Heads) -> None:
-        at, op, gate = self.address, group.attention, group.gate
+    def _prepare_heads(self, group: Heads) -> None:
+        """Norms and rotation of q and k; k and v go to the cache."""
+        at, op = self.address, group.attention
         q, k = group.q_norm, group.k_norm
         cosine, sine = self._table(group.q_rope.table)
         self._emit(
@@ -338,6 +355,10 @@ class Lowering:
             i32(op.heads), i32(q.x.width), i32(q.stride), i32(q.offset), i32(k.x.width), i32(k.stride), i32(k.offset),
             np.float32(q.eps), i32(len(group.q_rope.table.inv_freq)), cosine, sine, shared=4 * op.head_dim,
         )  # fmt: skip
+
+    def _heads(self, group: Heads) -> None:
+        at, op, gate = self.address, group.attention, group.gate
+        self._prepare_heads(group)
         partials, pages = self._attend(op)
         together = _span_heads(op.heads, op.head_dim)
         forms = self._new_forms(gate.out) if together else Forms(at(gate.out))
@@ -350,7 +371,7 @@ class Lowering:
 
     def _attend(self, op: ops.Attention) -> tuple[int, int]:
         """Every page by itself: where the results lie, and how many pages each row and head has room for."""
-        positions = min(self._program.context, self._state.table_width * PAGE)
+        positions = min(self._program.context, self._batch.table_width * PAGE)
         pages = -(-positions // PAGE)
         if op.window:
             pages = min(pages, -(-(op.window - 1) // PAGE) + 1)
@@ -385,13 +406,9 @@ class Lowering:
         layer = self._program.expert_layers[op.layer]
         choice, table = self._chosen[op.routing], self.record_tables[op.layer]
         top_k = choice.top_k
-        row = np.zeros(1, LAYER)
-        pieces = zip(("gate", "up", "down"), self._weights.pieces(op.layer), _matrices(layer), strict=True)
-        for name, piece, weight in pieces:
-            row_bytes = piece.format.row_bytes(weight.columns)
-            row[name] = (piece.offset, piece.format.id, weight.rows, weight.columns, row_bytes)
+        row = self._pieces(op.layer)
         down = self._weights.pieces(op.layer)[2].format
-        inner = self._memory.inner(layer.gate.rows, _pairs(top_k), down)
+        inner = self._memory.inner("routed", layer.gate.rows, _pairs(top_k), down)
         row["inner"], row["forms"] = inner.x, inner.arguments[1:]
         row["ranked"] = ranked = self._memory.scratch.floats(_pairs(top_k) * op.out.width)
         spans = -(-layer.gate.rows // 256)
@@ -429,13 +446,23 @@ class Lowering:
             *self._new_forms(norm.out).arguments[1:], axis=0,
         )  # fmt: skip
 
+    def _pieces(self, number: int) -> np.ndarray:
+        """A `LAYER` in which gate, up and down of an expert layer are."""
+        row = np.zeros(1, LAYER)
+        layer = self._program.expert_layers[number]
+        matrices = zip(("gate", "up", "down"), self._weights.pieces(number), _matrices(layer), strict=True)
+        for name, piece, weight in matrices:
+            row_bytes = piece.format.row_bytes(weight.columns)
+            row[name] = (piece.offset, piece.format.id, weight.rows, weight.columns, row_bytes)
+        return row
+
     def _shared_expert(self, row: np.ndarray, shared: Shared) -> None:
         """Fill `SHARED`."""
         width = shared.gate.out.width
         for name, op in (("gate", shared.gate), ("up", shared.up), ("down", shared.down), ("scalar", shared.scalar)):
             if op is not None:
                 row[name] = self._memory.matrix(op.weight)
-        inner = self._memory.inner(width, MAX_ROWS, self._memory.tensors[shared.down.weight.tensor][1])
+        inner = self._memory.inner("shared", width, MAX_ROWS, self._memory.tensors[shared.down.weight.tensor][1])
         row["inner"], row["forms"] = inner.x, inner.arguments[1:]
         row["out"] = self._device.allocate(MAX_ROWS * shared.down.out.width * 4)
         row["factor"] = self._device.allocate(MAX_ROWS * 4)
@@ -463,8 +490,7 @@ def check_shapes(program: Program) -> None:
                 f"layer {layer.layer} chooses {layer.top_k} of {layer.experts} experts; a GPU worker takes at most"
                 f" {_MAX_TOP_K} of {_MAX_EXPERTS}"
             )
-    for cache in program.caches:
-        if cache.head_dim > _MAX_HEAD_DIM or cache.head_dim % 2:
-            raise UnsupportedError(
-                f"layer {cache.layer} has heads of {cache.head_dim}, a GPU worker takes {_MAX_HEAD_DIM}"
-            )
+    heads = [(cache.layer, cache.head_dim) for cache in program.caches]
+    for number, head_dim in [*heads, *((state.layer, state.head_dim) for state in program.delta_states)]:
+        if head_dim > _MAX_HEAD_DIM or head_dim % 2:
+            raise UnsupportedError(f"layer {number} has heads of {head_dim}, a GPU worker takes {_MAX_HEAD_DIM}")

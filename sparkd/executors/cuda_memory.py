@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparkd.errors import UnsupportedError
+from sparkd.executors.cuda_batch import MAX_ROWS
 from sparkd.executors.device import Device, Stream
 from sparkd.executors.weights import Weights
 from sparkd.gguf.formats import Arithmetic, Format
 from sparkd.graph import ops
 from sparkd.graph.program import Program
 
+#: Blocks that look for the best token of a row; at most the threads of one.
+_BEST_BLOCKS = 64
 #: `Matrix`, `Task`, `Cache`, `Piece`, `Quantised`, `SharedExpert` and `Layer` in the kernels.
 MATRIX = np.dtype(
     [("address", "<u8"), ("type", "<i4"), ("rows", "<i4"), ("columns", "<i4"), ("row_bytes", "<i4")]
@@ -53,6 +57,20 @@ class Forms:
         return self.x, self.q256, self.a256, self.q32, self.a32
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What steps leave: `logits` float32 [MAX_ROWS, vocab] and the best id of each row, int32 [MAX_ROWS].
+
+    `parts`: of a row, among which the best is looked for; `counters` and `partials` are for that.
+    """
+
+    logits: int
+    best: int
+    counters: int
+    partials: int
+    parts: int
+
+
 class DeviceMemory:
     """Allocates and fills; `tensors`: address and type of each core tensor. DeviceError where there is no room."""
 
@@ -61,6 +79,15 @@ class DeviceMemory:
         self._stream = stream
         self.tensors = self._upload(program, weights)
         self.scratch = Scratch(device)
+        self._inner: dict[tuple[str, int, int, Arithmetic], Forms] = {}
+        parts = min(_BEST_BLOCKS, -(-program.vocab // 256))
+        self.head = Head(
+            logits=device.allocate(4 * MAX_ROWS * program.vocab),
+            best=device.allocate(4 * MAX_ROWS),
+            counters=self.zeros(4 * MAX_ROWS),
+            partials=device.allocate(8 * MAX_ROWS * parts),
+            parts=parts,
+        )
 
     def put(self, data: np.ndarray) -> int:
         """Copy an array there."""
@@ -118,12 +145,14 @@ class DeviceMemory:
             forms = replace(forms, q32=q, a32=a)
         return forms
 
-    def inner(self, width: int, rows: int, down: Format) -> Forms:
-        """Memory for inner rows of experts in the forms that `down` is multiplied with."""
+    def inner(self, name: str, width: int, rows: int, down: Format) -> Forms:
+        """Memory for inner rows of experts in the forms that `down` is multiplied with, the same for all layers."""
         assert down.arithmetic is not None
-        return self.make_forms(
-            ops.Value("inner", width), self._device.allocate(rows * width * 4), rows, {down.arithmetic}
-        )
+        key = (name, width, rows, down.arithmetic)
+        if key not in self._inner:
+            x = self._device.allocate(rows * width * 4)
+            self._inner[key] = self.make_forms(ops.Value("inner", width), x, rows, {down.arithmetic})
+        return self._inner[key]
 
 
 class Scratch:
@@ -139,6 +168,20 @@ class Scratch:
         if 4 * count > self._size:
             self._address, self._size = self._device.allocate(4 * count), 4 * count
         return self._address
+
+
+class Pinned:
+    """Host memory for what a step leaves; grows with the largest step."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def room(self, size: int) -> NDArray[np.uint8]:
+        """The first `size` bytes."""
+        if size > len(self._memory):
+            self._memory = self._device.pinned(size)
+        return self._memory[:size]
 
 
 def _core_weights(program: Program) -> Iterator[ops.Weight]:

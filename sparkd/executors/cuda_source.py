@@ -21,9 +21,11 @@ TYPES = frozenset(
 COUNTS = (1, 2, 4, 8)
 _SIZED = ("linear", "logits", "route", "gate_up", "down")
 _KERNELS = (
-    "angles", "add", "argmax", "attend_pages", "begin_sequences", "causal_conv", "embed", "gated_delta",
-    "gated_rms_norm", "merge_and_gate", "merge_pages", "mixture_sum", "output_gate", "prepare_heads", "qk_norm",
-    "quantise", "rms_norm", "rope", "swiglu", "weighted_sum", "write_kv",
+    "add", "angles", "argmax", "attend_pages", "begin_sequences", "causal_conv", "delta_inputs", "embed",
+    "gated_delta", "gated_rms_norm", "merge_and_gate", "merge_pages", "mixture_sum", "output_gate",
+    "prefill_attention_2", "prefill_attention_4", "prefill_attention_8", "prefill_choose", "prefill_conv",
+    "prefill_conv_state", "prefill_delta", "prefill_experts", "prefill_inner", "prefill_linear", "prepare_heads",
+    "qk_norm", "quantise", "rms_norm", "rope", "sort_pairs", "swiglu", "weighted_sum", "write_kv",
 )  # fmt: skip
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _GUARD = "#pragma once\n"

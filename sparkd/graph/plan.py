@@ -7,7 +7,7 @@ Sizes are float32 numbers per row. A step of at most `r` rows needs an arena of 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from sparkd.graph.ops import Op, Value
 from sparkd.graph.program import Program
@@ -27,10 +27,14 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Offset of every value, and the size of the arena; both in float32 numbers per row."""
+    """Offset of every value, and the size of the arena; both in float32 numbers per row.
+
+    `rooms`: offsets of what groups need for themselves, by the group's index.
+    """
 
     offsets: Mapping[Value, int]
     width: int
+    rooms: Mapping[int, int] = field(default_factory=dict)
 
 
 def reads(op: Op) -> tuple[Value, ...]:
@@ -74,21 +78,43 @@ def lifetimes(
     return tuple(Lifetime(value, start, last[value]) for value, start in first.items())
 
 
-def plan(program: Program, keep: Collection[Value] = (), groups: Sequence[Sequence[Op]] | None = None) -> Plan:
-    """Place every value at the lowest offset that no value living at the same time occupies (`lifetimes`)."""
+def plan(
+    program: Program,
+    keep: Collection[Value] = (),
+    groups: Sequence[Sequence[Op]] | None = None,
+    unwritten: Collection[Value] = (),
+    rooms: Mapping[int, int] | None = None,
+) -> Plan:
+    """Place every value at the lowest offset that no value living at the same time occupies (`lifetimes`).
+
+    `unwritten` values are never in memory. `rooms[i]`: numbers per row that group i needs while it runs.
+    """
     offsets: dict[Value, int] = {}
+    placed: dict[int, int] = {}
     live: list[tuple[int, int, int]] = []  # offset, end, last reader; by offset
     width = 0
-    for life in lifetimes(program, keep, groups):
-        live = [place for place in live if place[2] >= life.first]
-        size = -(-life.value.width // ALIGNMENT) * ALIGNMENT
+
+    def place(size: int, first: int, last: int) -> int:
+        nonlocal live, width
+        live = [place for place in live if place[2] >= first]
+        size = -(-size // ALIGNMENT) * ALIGNMENT
         offset = 0
         for start, end, _ in live:
             if offset + size <= start:
                 break
             offset = end
-        live.append((offset, offset + size, life.last))
+        live.append((offset, offset + size, last))
         live.sort()
-        offsets[life.value] = offset
         width = max(width, offset + size)
-    return Plan(offsets, width)
+        return offset
+
+    left = sorted((rooms or {}).items())
+    lives = [life for life in lifetimes(program, keep, groups) if life.value not in unwritten]
+    for life in lives:
+        while left and left[0][0] < life.first:
+            group, size = left.pop(0)
+            placed[group] = place(size, group, group)
+        offsets[life.value] = place(life.value.width, life.first, life.last)
+    for group, size in left:
+        placed[group] = place(size, group, group)
+    return Plan(offsets, width, placed)

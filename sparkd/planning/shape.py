@@ -12,7 +12,16 @@ from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.planning.work import Work, work_of
 from sparkd.residency.budget import Fit, Limit, tightest
-from sparkd.residency.device_budget import CARD_CONTEXT, RESERVE_PARTS, DeviceBudget, DeviceNeeds, Stack, divide
+from sparkd.residency.device_budget import (
+    CARD_CONTEXT,
+    RESERVE_PARTS,
+    STAGING_PARTS,
+    DeviceBudget,
+    DeviceNeeds,
+    Stack,
+    divide,
+    staging_slots,
+)
 from sparkd.store.layout import ArenaLayout, Slab, weights_bytes
 from sparkd.store.plan import fit_layout, host_needs, kv_and_state, open_model
 from sparkd.store.planned import STEP_ROWS
@@ -110,15 +119,19 @@ class Shape:
         kv, state = kv_and_state(self.program, settings)
         # The address of each record is one word of a table in which kernels look it up.
         table = 8 * sum(stack.experts for stack in self.work.stacks)
+        top_k = max(self.work.top_k, default=0)
+        staging = (
+            STAGING_PARTS * staging_slots(top_k) * max((stack.record_bytes for stack in self.work.stacks), default=0)
+        )
         needs = DeviceNeeds(
             context=CARD_CONTEXT,
             core=self.whole.core_bytes,
             kv=kv,
             state=state,
-            workspace=self.work.workspace(STEP_ROWS) + table,
+            workspace=self.work.workspace(STEP_ROWS) + table + staging,
             stacks=self.work.stacks,
         )
-        return divide(needs, limit, ring_slots, RESERVE_PARTS * max(self.work.top_k, default=0))
+        return divide(needs, limit, ring_slots, RESERVE_PARTS * top_k)
 
 
 def with_limits(settings: Settings, **limits: int) -> Settings:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from sparkd.executors.cuda_prompt_plan import graph_width, row_width
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.ops import Attention, Embed, GatedDelta, Logits, Op, Weight
-from sparkd.graph.plan import plan
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.residency.device_budget import Stack
@@ -25,7 +25,7 @@ class Work:
 
     `core_bytes` are the weights that every step reads once, however many rows it has; the head (`head_macs`) computes
     one row of a prompt's chunk only. `stacks` and `top_k` describe the expert layers. Workspace is in float32 numbers:
-    `row_width` per row of a step, `logits_width` per row of logits.
+    `row_width` per row of a prompt, `logits_width` per row of a graph and its logits.
     """
 
     layers: int
@@ -71,7 +71,7 @@ class Work:
         )
 
     def workspace(self, rows: int) -> int:
-        """Bytes of values, activations and logits of a step of at most `rows` rows."""
+        """Bytes on a card for prompts of at most `rows` rows in a step, and for graphs."""
         return 4 * (rows * self.row_width + LOGIT_ROWS * self.logits_width)
 
 
@@ -90,7 +90,6 @@ def work_of(program: Program, model: ModelFile, stacks: tuple[Stack, ...], state
             # S * decay, S k, d k^T and S q: four passes over every head's matrix.
             delta_macs += 4 * op.v_heads * op.head_dim * op.head_dim
     experts = program.expert_layers
-    ranks = max((layer.top_k * (program.hidden + 3 * layer.gate.rows) for layer in experts), default=0)
     attentions = [op for op in program.ops if isinstance(op, Attention)]
     caches = tuple(
         (2 * op.kv_heads * op.head_dim * state.kv_bytes, 2 * op.heads * op.head_dim, op.window) for op in attentions
@@ -110,8 +109,8 @@ def work_of(program: Program, model: ModelFile, stacks: tuple[Stack, ...], state
         delta_macs=delta_macs,
         caches=caches,
         record_bytes=state.record_bytes,
-        row_width=plan(program).width + ranks,
-        logits_width=program.vocab,
+        row_width=row_width(program),
+        logits_width=program.vocab + graph_width(program),
     )
 
 

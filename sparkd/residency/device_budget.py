@@ -2,7 +2,8 @@
 
     limit = context + core + KV + state + workspace  |  reserve + ring + hot  |  slack
 
-What stands before the first bar is taken or nothing runs. The reserve holds two buffers for each size of record:
+What stands before the first bar is taken or nothing runs; to the workspace belong the two buffers that prompts stream
+experts through. The reserve holds two buffers for each size of record:
 through them goes what the card can neither hold nor read where it is. The ring is a number of slots per expert layer;
 all other whole slots are hot. When every expert is hot, ring and reserve are not needed and take nothing.
 """
@@ -19,6 +20,8 @@ from sparkd.residency.slabs import SlabSize
 CARD_CONTEXT = 400 << 20
 #: The reserve, for each size of record: so many buffers of what a token uses of a layer.
 RESERVE_PARTS = 2
+#: Buffers that prompts stream through.
+STAGING_PARTS = 2
 #: Slots of the ring in each expert layer, unless asked otherwise.
 RING_SLOTS = 32
 #: The part of a whole card that is left to driver, display and others (a 16 GiB RTX 5060 Ti shows 15.3 GiB free).
@@ -127,6 +130,11 @@ def divide(needs: DeviceNeeds, limit: int, ring_slots: int, reserve_slots: int) 
             hot[index] += 1
             left -= stack.record_bytes
     return DeviceBudget(needs, limit, tuple(hot), ring_slots, ring_slots * row, reserve, reserve_slots)
+
+
+def staging_slots(top_k: int) -> int:
+    """Records of a buffer that prompts stream through: half of what a token uses of a layer, some megabytes."""
+    return max(1, top_k // 2)
 
 
 def slab_sizes(budget: DeviceBudget, slabs: Sequence[int]) -> list[SlabSize]:

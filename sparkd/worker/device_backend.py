@@ -34,6 +34,7 @@ from sparkd.residency.device_budget import (
     allowance,
     divide,
     slab_sizes,
+    staging_slots,
 )
 from sparkd.residency.placement import Placement, PlacementError
 from sparkd.store.arena import Arena
@@ -41,6 +42,7 @@ from sparkd.store.layout import told_tier
 from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.backend import computed_with
 from sparkd.worker.device_slots import DeviceSlots
+from sparkd.worker.device_staging import Staging
 from sparkd.worker.device_tier import DeviceTier
 from sparkd.worker.engine import Routing
 from sparkd.worker.registration import Registration
@@ -85,15 +87,32 @@ class DeviceBackend:
         self._margin = int(total * CARD_MARGIN)
         self._device = Metered(device, limit)
         executor = CudaExecutor(
-            self._device, arena.program, arena, layout, pages=size.pages, slots=size.records, context=context
+            self._device,
+            arena.program,
+            arena,
+            layout,
+            pages=size.pages,
+            slots=size.records,
+            context=context,
+            prompt_rows=STEP_ROWS,
         )
         self.executor: Executor = executor
+        records = [slab.record_bytes for slab in arena.layout.slabs]
+        top_k = max((layer.top_k for layer in arena.program.expert_layers), default=0)
+        staging = Staging(self._device, staging_slots(top_k), max(records, default=0))
         self._budget = _divide(self._device, arena, size.bytes(layout))
         slabs = [layer.slab for layer in arena.layout.layers]
-        records = [slab.record_bytes for slab in arena.layout.slabs]
         self._slots = DeviceSlots(self._device, slab_sizes(self._budget, slabs), records)
         self._registration = Registration(self._device, arena, wake)
-        self._tier = DeviceTier(self._device, executor, arena, self._slots, self._registration)
+        self._tier = DeviceTier(
+            self._device,
+            executor,
+            arena,
+            self._slots,
+            self._registration,
+            staging,
+            in_place=settings.worker.misses == "in_place",
+        )
         executor.serve_from(self._tier)
         self._told: Tier | None = None
         self._refused = ""
@@ -187,6 +206,7 @@ class DeviceBackend:
             ],
             "uses": {use.value: dataclasses.asdict(counts) for use, counts in tier.counts().items()},
             "moved_bytes": tier.moved,
+            "streamed_bytes": tier.streamed,
             "placement": {"version": version, "swaps_left": swaps_left, "refused": self._refused},
         }
 

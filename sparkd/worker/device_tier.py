@@ -14,6 +14,10 @@ Two streams. *Compute* runs the steps and changes the tables between them; *copi
   not wait once more. Where a part of a step needs a copy that is under way, compute itself waits for `ready`.
 - A slot of the reserve is filled on compute, in order with those who read it.
 
+Prompts are no business of the engine: what a layer's rows chose is read in slots, and what is not there streams through
+two buffers (`device_staging`), each record once for all rows. Entries change between steps only, so a slot that is read
+by what a step is given keeps what it holds; host memory keeps everything.
+
 So for the engine a step runs only while a part of it is being put together, from `bring` to `let_go`; else a slot is
 free as soon as its entry is changed. The engine decides while the device computes (`meanwhile`), by what the step
 before has chosen, a few copies at a time.
@@ -22,9 +26,10 @@ before has chosen, a few copies at a time.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +46,7 @@ from sparkd.residency.slots import Place, Record
 from sparkd.residency.transfers import Residency
 from sparkd.store.arena import Arena
 from sparkd.worker.device_slots import Block, DeviceSlots
+from sparkd.worker.device_staging import Staging
 from sparkd.worker.registration import Registration
 
 #: Of what a step missed, so many records are admitted; steps towards a placement that are begun beside them.
@@ -82,9 +88,18 @@ class DeviceTier:
     """The records of one arena in the slots of one device. Implements `sparkd.executors.cuda.Records`."""
 
     def __init__(
-        self, device: Device, tables: Tables, arena: Arena, slots: DeviceSlots, registration: Registration
+        self,
+        device: Device,
+        tables: Tables,
+        arena: Arena,
+        slots: DeviceSlots,
+        registration: Registration,
+        staging: Staging,
+        in_place: bool = True,
     ) -> None:
-        """`arena` holds all records."""
+        """`arena` holds all records; `in_place`: kernels read them there where they can, else steps copy them."""
+        self._staging = staging
+        self._in_place = in_place
         self._device = device
         self._tables = tables
         self._slots = slots
@@ -128,8 +143,9 @@ class DeviceTier:
             ),
             default=1 << 30,
         )
-        #: Bytes that were copied into slots, and those of blocks that are given back.
+        #: Bytes that were copied into slots, those that prompts had streamed, and those of blocks that are given back.
         self.moved = 0
+        self.streamed = 0
         self.given_back = 0
 
     # ---- for the executor ----
@@ -166,6 +182,18 @@ class DeviceTier:
         while self._leases:
             self._carry_out(self._engine.release(self._leases.pop()))
         self._carry_out(())
+
+    def stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
+        """First those that are in slots, then the others, which are on their way meanwhile."""
+        absent = self._absent[layer]
+        others = [expert for expert in experts if absent[expert]]
+        here = [expert for expert in experts if not absent[expert]]
+        parts = self._staging.stream(self._tables.stream, others, functools.partial(self._stream, layer))
+        if here:
+            yield here, self._table[layer][here]
+        for part in parts:
+            chosen, places = zip(*part, strict=True)
+            yield chosen, np.array(places, np.uint64)
 
     def meanwhile(self) -> None:
         """Decide on copies by what the step before used, and begin them."""
@@ -206,7 +234,9 @@ class DeviceTier:
         """
         begun = 0
         unread = {
-            layer.slab for layer, row in zip(self.layers, self._home, strict=True) if not row[: layer.experts].all()
+            layer.slab
+            for layer, row in zip(self.layers, self._home, strict=True)
+            if not (self._in_place and row[: layer.experts].all())
         }
         slabs = [number for number, sizes in enumerate(self._slots.sizes) if sizes.reserve or number not in unread]
         while begun < size:
@@ -287,7 +317,8 @@ class DeviceTier:
             inside = (self._host >= address) & (self._host < address + size)
             self._home[inside] = self._host[inside] - np.uint64(address) + np.uint64(there)
             absent = inside & self._absent
-            self._table[absent] = self._home[absent]
+            if self._in_place:
+                self._table[absent] = self._home[absent]
             self._changed |= set(np.flatnonzero(absent.any(axis=1)).tolist())
         while self._under_way and self._under_way[0].ready.done():
             self._carry_out(self._engine.copied(self._under_way.popleft().copy))
@@ -367,7 +398,7 @@ class DeviceTier:
         while todo or (todo := deque(self._following(arrived))):
             match todo.popleft():
                 case Retract(record, _):
-                    self._set(record, int(self._home[record]), absent=True)
+                    self._set(record, int(self._home[record]) if self._in_place else 0, absent=True)
                     self._behind = True
                 case Publish(record, place):
                     slab = self.layers[record.layer].slab
@@ -400,16 +431,26 @@ class DeviceTier:
         return commands
 
     def _move(self, copy: Copy, stream: Stream) -> None:
-        """Give a stream a copy: within the device, from where that reads host memory, or through the driver."""
+        """Give a stream a copy into a slot: within the device, or from host memory."""
         target, size = self._slots.address(copy.slab, copy.place.slot), self._slots.record_bytes[copy.slab]
-        home, host = int(self._home[copy.record]), int(self._host[copy.record])
         if copy.source is not None:
             self._device.copy(stream, target, self._slots.address(copy.slab, copy.source.slot), size)
-        elif home:
+        else:
+            self._fetch(copy.record, stream, target)
+        self.moved += size
+
+    def _stream(self, layer: int, stream: Stream, expert: int, place: int) -> None:
+        self.streamed += self._fetch(Record(layer, expert), stream, place)
+
+    def _fetch(self, record: Record, stream: Stream, target: int) -> int:
+        """Give a stream a copy from where the device reads host memory, or through the driver; its bytes."""
+        size = self._slots.record_bytes[self.layers[record.layer].slab]
+        home, host = int(self._home[record]), int(self._host[record])
+        if home:
             self._device.copy(stream, target, home, size)
         else:
             self._device.upload(stream, target, _bytes_at(host, size))
-        self.moved += size
+        return size
 
     def _await_oldest(self) -> None:
         """Have compute wait for the copy that began first: for what it is given from now on the record is there."""

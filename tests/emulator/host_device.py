@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -100,10 +100,14 @@ class HostDevice:
 
     context = 0
 
-    def __init__(self, *, size: int = 1 << 30, seed: int = 0, order: str = "forward") -> None:
+    def __init__(
+        self, *, size: int = 1 << 30, seed: int = 0, order: str = "forward", tensor_cores: bool = False
+    ) -> None:
+        """`tensor_cores`: integers of prompts by a model of `mma` (sm_80 and later), not by dp4a."""
+        self._prelude = "#define SPARK_TENSOR_CORES 1\n" if tensor_cores else ""
         self.dice = random.Random(seed)
         self.order = os.environ.get("SPARKD_SIMT_ORDER", order)
-        self.launched = 0
+        self.launched: Counter[str] = Counter()
         self._size = size
         self.foreign = 0
         self.pinnable: float = math.inf
@@ -113,7 +117,7 @@ class HostDevice:
         self._kernels: dict[str, Kernel] = {}
 
     def compile(self, source: str, kernels: Sequence[str]) -> None:
-        library = build(source, kernels)
+        library = build(self._prelude + source, kernels)
         self._kernels.update((name, Kernel(library, name)) for name in kernels)
 
     def allocate(self, size: int) -> int:
@@ -165,7 +169,7 @@ class HostDevice:
         kernel = self._kernels[launch.kernel]
 
         def work() -> None:
-            self.launched += 1
+            self.launched[launch.kernel] += 1
             seed = self.dice.getrandbits(32)
             kernel(launch.grid, launch.block, launch.arguments, launch.shared, self.order, seed)
 

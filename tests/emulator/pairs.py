@@ -37,9 +37,9 @@ F32 = FORMATS_BY_NAME["F32"]
 DEVICE = os.environ.get("SPARKD_TEST_DEVICE", "host")
 
 
-def card(*, seed: int, order: str) -> Device:
-    """What the CUDA executor of a pair runs on; a real GPU chooses the order of threads by itself."""
-    return CudaDevice() if DEVICE == "cuda" else HostDevice(seed=seed, order=order)
+def card(*, seed: int, order: str, tensor_cores: bool = False) -> Device:
+    """What the CUDA executor of a pair runs on; a real GPU has its own order of threads, and tensor cores or not."""
+    return CudaDevice() if DEVICE == "cuda" else HostDevice(seed=seed, order=order, tensor_cores=tensor_cores)
 
 
 @contextmanager
@@ -124,7 +124,10 @@ class Pair:
         max_rows: int = 64,
         counts: Sequence[int] = (1, 8),
         keep: Collection[ops.Value] = (),
+        prompt_rows: int = 8,
+        prompt_from: int = 1 << 30,
     ) -> None:
+        """Prompts run by graphs unless `prompt_from` says otherwise."""
         self.device = device
         self._keep = keep
         layout = StateLayout.of(program, kv_bytes)
@@ -137,7 +140,7 @@ class Pair:
         self.native = NativeExecutor(program, weights, layout, memory, max_rows=max_rows, threads=1, keep=keep)
         self.cuda = CudaExecutor(
             device, program, weights, layout, pages=size.pages, slots=size.records, context=positions, counts=counts,
-            keep=keep,
+            prompt_rows=prompt_rows, prompt_from=prompt_from, keep=keep,
         )  # fmt: skip
 
     def start(self) -> Running:

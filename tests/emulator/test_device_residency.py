@@ -16,13 +16,15 @@ MODELS = ["qwen35moe-tinyk-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m"]
 STEPS = 4
 
 
-def say_the_same(path: Path, share: float, seed: int, *, registered: bool, steps: int = STEPS) -> None:
+def say_the_same(
+    path: Path, share: float, seed: int, *, registered: bool, in_place: bool = True, steps: int = STEPS
+) -> None:
     """A prompt beside decoding, then two sequences; placements, misses and lost blocks between and under the steps."""
     rng = np.random.default_rng(seed)
     with loaded(path) as arena:
         device = HostDevice(seed=seed)
         pair = Pair(arena.program, arena, device, positions=64, max_rows=16)
-        churned = Churned(device, pair.cuda, arena, share, seed, registered=registered)
+        churned = Churned(device, pair.cuda, arena, share, seed, registered=registered, in_place=in_place)
         pair.cuda.serve_from(churned.tier)
         vocab = arena.program.vocab
         first, second = pair.start(), pair.start()
@@ -45,12 +47,22 @@ def say_the_same(path: Path, share: float, seed: int, *, registered: bool, steps
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("share", "registered"), [(0.0, True), (0.1, True), (0.5, True), (1.0, True), (0.0, False), (0.5, False)]
+    ("share", "registered", "in_place"),
+    [
+        (0.0, True, True),
+        (0.1, True, True),
+        (0.5, True, True),
+        (1.0, True, True),
+        (0.0, False, True),
+        (0.5, False, True),
+        (0.0, True, False),
+        (0.5, True, False),
+    ],
 )
 def test_a_model_says_the_same_wherever_its_experts_are(
-    name: str, share: float, registered: bool, model_path: Callable[[str], Path], seed: int
+    name: str, share: float, registered: bool, in_place: bool, model_path: Callable[[str], Path], seed: int
 ) -> None:
-    say_the_same(model_path(name), share, seed, registered=registered)
+    say_the_same(model_path(name), share, seed, registered=registered, in_place=in_place)
 
 
 @pytest.mark.soak

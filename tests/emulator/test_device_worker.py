@@ -22,7 +22,8 @@ from sparkd.worker.state import PoolSize
 
 MIB = 1 << 20
 LIMITS = {"context": 128, "sequences": 2}
-PROMPTS = [[7, 3, 9, 200, 41], [5]]
+#: The last one is read by tiles of rows, in more chunks than one.
+PROMPTS = [[7, 3, 9, 200, 41], [5], [(7 * i) % 250 for i in range(50)]]
 COUNT = 8
 _SCRIPT = """
 from sparkd.supervisor import children

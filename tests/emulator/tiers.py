@@ -10,6 +10,7 @@ from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import SlabSize
 from sparkd.store.arena import Arena
 from sparkd.worker.device_slots import DeviceSlots
+from sparkd.worker.device_staging import Staging
 from sparkd.worker.device_tier import DeviceTier, Tables
 from sparkd.worker.registration import Registration
 
@@ -36,7 +37,15 @@ class Churned:
     """A tier, and what happens to it between steps."""
 
     def __init__(
-        self, device: HostDevice, tables: Tables, arena: Arena, share: float, seed: int, *, registered: bool = True
+        self,
+        device: HostDevice,
+        tables: Tables,
+        arena: Arena,
+        share: float,
+        seed: int,
+        *,
+        registered: bool = True,
+        in_place: bool = True,
     ) -> None:
         """`registered`: all host memory is, from the beginning; else a piece now and then."""
         self.random = random.Random(seed)
@@ -46,7 +55,8 @@ class Churned:
         self.registration = Registration(device, arena, piece_bytes=1)
         while registered and self.registration.register_next():
             pass
-        self.tier = DeviceTier(device, tables, arena, self.slots, self.registration)
+        staging = Staging(device, PART_ROWS, max(records))
+        self.tier = DeviceTier(device, tables, arena, self.slots, self.registration, staging, in_place)
         self._experts = [layer.experts for layer in arena.layout.layers]
         self._version = 0
         self.taken_back = 0

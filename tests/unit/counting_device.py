@@ -53,9 +53,11 @@ class NoWeights:
 
 
 def allocated(shape: Shape, context: int, chunk: int) -> int:
-    """Bytes that the GPU executor allocates for one sequence of `context` positions, beside slots for experts."""
+    """Bytes that a GPU worker allocates for one sequence of `context` positions, beside slots for experts."""
     device = CountingDevice()
     layout = StateLayout.of(shape.program, 2)
     pages = [group.pages_for(context, chunk) for group in layout.groups]
-    CudaExecutor(device, shape.program, NoWeights(shape), layout, pages=pages, slots=1, context=context)
+    CudaExecutor(
+        device, shape.program, NoWeights(shape), layout, pages=pages, slots=1, context=context, prompt_rows=chunk
+    )
     return device.bytes

@@ -134,7 +134,6 @@ def test_the_gpu_executor_allocates_what_was_planned_within_one_percent_of_a_car
         needs = made.device.needs
         slots = made.device.used - needs.fixed
         used = needs.context + allocated(full[arch], 8192, STEP_ROWS) + slots
-        # Prompts run by eight rows so far: a step of STEP_ROWS will want the rest of the workspace.
         assert made.device.used * 0.99 < used <= made.device.used
 
 

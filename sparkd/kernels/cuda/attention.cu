@@ -43,8 +43,8 @@ extern "C" __global__ void write_kv(const Batch* batch, const float* k, const fl
     const int row = static_cast<int>(blockIdx.y);
     const int head = static_cast<int>(blockIdx.x);
     if (row >= batch->rows) return;
-    const int position = batch->position[row];
-    const int segment = batch->segment_of[row];
+    const int position = batch->position(row);
+    const int segment = batch->segment_of(row);
     const int64_t from = (static_cast<int64_t>(row) * c.kv_heads + head) * c.head_dim;
     const int64_t to = static_cast<int64_t>(position % kPagePositions) * c.head_dim;
     uint8_t* k_rows = c.rows(segment, position / kPagePositions, head, c.k_offset);
@@ -70,8 +70,8 @@ extern "C" __global__ void prepare_heads(const Batch* batch, const float* q, con
     if (row >= batch->rows) return;
     const int n = c.head_dim;
     int head = static_cast<int>(blockIdx.x);
-    const int position = batch->position[row];
-    const int segment = batch->segment_of[row];
+    const int position = batch->position(row);
+    const int segment = batch->segment_of(row);
     const int64_t place = static_cast<int64_t>(position % kPagePositions) * n;
     if (head >= heads + c.kv_heads) {
         head -= heads + c.kv_heads;
@@ -134,8 +134,8 @@ extern "C" __global__ void attend_pages(const Batch* batch, const float* q, cons
     const Cache c = caches[cache];
     const int row = static_cast<int>(blockIdx.z);
     if (row >= batch->rows) return;
-    const int position = batch->position[row];
-    const int segment = batch->segment_of[row];
+    const int position = batch->position(row);
+    const int segment = batch->segment_of(row);
     const int number = first_page(position, window) + static_cast<int>(blockIdx.y);
     if (number > position / kPagePositions) return;
     const int n = c.head_dim;
@@ -253,7 +253,7 @@ __device__ inline void merge_head(float* memory, int first, int last, int n, int
 extern "C" __global__ void merge_pages(const Batch* batch, float* partials, int window, int pages, int n, float* out) {
     const int row = static_cast<int>(blockIdx.y);
     if (row >= batch->rows) return;
-    const int position = batch->position[row];
+    const int position = batch->position(row);
     const int64_t head = static_cast<int64_t>(row) * gridDim.x + blockIdx.x;
     merge_head(partials + head * pages * (n + 2), first_page(position, window), position / kPagePositions, n, warp_id(),
                static_cast<int>(blockDim.x / 32u), out + head * n);
@@ -268,7 +268,7 @@ extern "C" __global__ void merge_and_gate(const Batch* batch, float* partials, i
                                           float* a32) {
     const int row = static_cast<int>(blockIdx.y);
     if (row >= batch->rows) return;
-    const int position = batch->position[row];
+    const int position = batch->position(row);
     const int first = static_cast<int>(blockIdx.x) * together;
     const int warps = static_cast<int>(blockDim.x / 32u) / together;
     const int head = first + warp_id() / warps;

@@ -21,7 +21,7 @@
 
 namespace spark {
 
-// Rows of a step at most: the weight bytes read are the same for all of them.
+// Rows of a replayed step at most: the weight bytes read are the same for all of them.
 constexpr int kMaxRows = 8;
 constexpr int kPagePositions = 64;
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -31,14 +31,20 @@ struct SegmentRows {
     int32_t row, length, start, slot;
 };
 
-// The batch of a step. A graph covers a fixed number of rows; only the first `rows` of them exist.
+// The batch of a step. A graph covers a fixed number of rows; only the first `rows` of them exist. A batch of one segment
+// may have more rows than `kMaxRows`: as many as there is memory for tokens behind it.
 struct Batch {
     int32_t rows, segments, logits, best_of;
-    int32_t token[kMaxRows];
-    int32_t position[kMaxRows];
-    int32_t segment_of[kMaxRows];
     int32_t logits_row[kMaxRows];
+    int32_t owner[kMaxRows];  // the segment of each row
     SegmentRows segment[kMaxRows];
+    int32_t token[kMaxRows];
+
+    __device__ int segment_of(int row) const { return segments == 1 ? 0 : owner[row]; }
+    __device__ int position(int row) const {
+        const SegmentRows& s = segment[segment_of(row)];
+        return s.start + row - s.row;
+    }
 };
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32u); }

@@ -14,7 +14,7 @@ extern "C" __global__ void angles(const Batch* batch, const double* inv_freq, in
     const int row = static_cast<int>(blockIdx.y);
     const int i = static_cast<int>(blockIdx.x * 32 + threadIdx.x);
     if (row >= batch->rows || i >= pairs) return;
-    rope_row(batch->position[row], inv_freq + i, 1, magnitude, cosine + row * pairs + i, sine + row * pairs + i);
+    rope_row(batch->position(row), inv_freq + i, 1, magnitude, cosine + row * pairs + i, sine + row * pairs + i);
 }
 
 // out = (x * factor) * weight for one row by a block, and its quantised forms. Every thread of the block calls this; `x`
