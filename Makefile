@@ -49,7 +49,7 @@ wheel: | $(BIN)/python
 
 # Kernels of a GPU, which a compiler for the CPU makes; and of them what all weights of a K-quantised file go through.
 EMULATED := $(addprefix tests/emulator/test_,$(addsuffix .py,cuda_kernels cuda_models cuda_golden device_residency device_tier))
-FEW := tests/emulator/test_device_residency.py -m "not soak" -k "wherever and 0.5-True"
+FEW := tests/emulator/test_device_residency.py tests/emulator/test_cuda_prefill.py -m "not soak" -k "(wherever and 0.5-True) or (routing and 6-2)"
 
 # Programs under sanitizers, one for each instruction set that this machine has, and one for threads.
 CHECKS := $(addprefix tests/native/,check_kernels check_plan)

@@ -283,9 +283,9 @@ class PrefillLowering(Lowering):
 
 def _forms_at(address: int, elements: int) -> tuple[int, int, int, int]:
     """Where both forms of as many elements lie from `address` on: q256, a256, q32, a32."""
-    a256 = address + elements
-    q32 = a256 + elements // 64
-    return address, a256, q32, q32 + elements
+    # The integers first: kernels read sixteen at a time, from places that are multiples of that.
+    q32, a256 = address + elements, address + 2 * elements
+    return address, a256, q32, a256 + elements // 256 * 4
 
 
 def _chosen_forms(x: int, room: tuple[int, int, int, int], needs: Collection[Arithmetic]) -> Forms:
