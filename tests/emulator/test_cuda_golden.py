@@ -15,7 +15,7 @@ import pytest
 from host_device import HostDevice
 from numpy.typing import NDArray
 from pairs import Pair, Running, loaded
-from tiers import Churned
+from emulated_tiers import Churned
 from tolerances import check_floats, check_quantised
 
 #: Models with the share of their experts that has a slot.

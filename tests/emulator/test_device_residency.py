@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from host_device import HostDevice
 from pairs import Pair, loaded
-from tiers import Churned
+from emulated_tiers import Churned
 
 MODELS = ["qwen35moe-tinyk-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m"]
 STEPS = 4

@@ -16,7 +16,7 @@ from host_device import HostDevice
 from numpy.typing import NDArray
 from pairs import Pair, loaded
 from test_device_tier import Careless, Reader, WrongBytes
-from tiers import Churned
+from emulated_tiers import Churned
 
 from sparkd.executors.device import Stream
 from sparkd.residency.leases import Use

@@ -17,7 +17,7 @@ import pytest
 from host_device import HostDevice, HostEvent, HostStream
 from numpy.typing import NDArray
 from pairs import loaded
-from tiers import Churned
+from emulated_tiers import Churned
 
 from sparkd.store.arena import Arena
 

@@ -71,7 +71,7 @@ def test_every_request_is_logged_once_however_it_ends(door: FrontDoor) -> None:
     assert [overview.line(request, 9.0) for request in door.ended] == [
         "request=1 client=editor reason=stop prompt_tokens=3 output_tokens=2 "
         "queued_s=0.000 prefill_s=4.000 decode_s=2.000 hit_rate=0.500",
-        "request=2 client=editor reason=failed code=request prompt_tokens=0 output_tokens=0 "
+        "request=2 client=editor reason=refused code=request prompt_tokens=0 output_tokens=0 "
         "queued_s=0.000 prefill_s=7.000 decode_s=0.000",
         r'request=3 client="b\n\"" reason=left prompt_tokens=0 output_tokens=0 '
         "queued_s=4.000 prefill_s=2.000 decode_s=0.000",
