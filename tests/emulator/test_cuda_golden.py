@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulated_tiers import Churned
 from host_device import HostDevice
 from numpy.typing import NDArray
 from pairs import Pair, Running, loaded
-from emulated_tiers import Churned
 from tolerances import check_floats, check_quantised
 
 #: Models with the share of their experts that has a slot.

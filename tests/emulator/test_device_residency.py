@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulated_tiers import Churned
 from host_device import HostDevice
 from pairs import Pair, loaded
-from emulated_tiers import Churned
 
 MODELS = ["qwen35moe-tinyk-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m"]
 STEPS = 4

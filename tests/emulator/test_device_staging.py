@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulated_tiers import Churned
 from host_device import HostDevice
 from numpy.typing import NDArray
 from pairs import Pair, loaded
 from test_device_tier import Careless, Reader, WrongBytes
-from emulated_tiers import Churned
 
 from sparkd.executors.device import Stream
 from sparkd.residency.leases import Use

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulated_tiers import Churned
 from host_device import HostDevice, HostEvent, HostStream
 from numpy.typing import NDArray
 from pairs import loaded
-from emulated_tiers import Churned
 
 from sparkd.store.arena import Arena
 
