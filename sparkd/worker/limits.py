@@ -44,15 +44,16 @@ def check_length(prompt: int, max_tokens: int, room: Room, *, shorten: bool = Fa
         return
     both = f"max_tokens is {max_tokens}, {prompt + max_tokens} positions together"
     more = "needs room for one more" if shorten else both
-    least, fewer = "" if counted else "at least ", "" if shorten else ", ask for fewer tokens"
+    least = "" if counted else "at least "
+    fixes = ["shorten the prompt", *([] if shorten else ["ask for fewer tokens"])]
     if room.holds == "model":
-        why, fix = "the model has no more", f"shorten the prompt{fewer}"
+        why = "the model has no more"
     else:
         why = f"limits.context; the model has {room.model}" if room.model else "limits.context"
-        fix = f"shorten the prompt{fewer} or raise limits.context"
+        fixes.append("raise limits.context")
     raise RequestError(
         f"the prompt has {least}{prompt} tokens and {more}: a request may have {room.positions} ({why})",
-        fix=fix,
+        fix=" or ".join(filter(None, [", ".join(fixes[:-1]), fixes[-1]])),
     )
 
 

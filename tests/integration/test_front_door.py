@@ -239,7 +239,7 @@ def test_a_prompt_at_the_limit_is_read_whole_and_one_beyond_is_refused_with_both
         whole.read(PATIENCE_S)
         assert whole.usage.prompt_tokens == 196
         for tokens in (197, 5 * 196):
-            both = rf"{tokens} prompt tokens.* {tokens + 4} positions.* 200;"
+            both = rf"{tokens} tokens .* {tokens + 4} positions .* 200 "
             with pytest.raises(RequestFailed, match=both) as refused:
                 send(tokens).read(PATIENCE_S)
             assert not refused.value.retry
