@@ -1,6 +1,6 @@
 """A real GPU behind the device seam: CuPy, and libcuda by ctypes where CuPy has no call.
 
-Thin on purpose: this is the only part of the GPU path that no test here can run (tests/emulator runs the rest).
+Thin on purpose: tests here show only what becomes of errors, with stand-ins; tests/emulator runs the rest of the GPU path.
 """
 
 from __future__ import annotations
@@ -23,48 +23,70 @@ _REGISTERED_AT_ONCE = 1 << 30
 _PORTABLE_AND_MAPPED = 3
 
 
+class Refusals:
+    """A context in which CUDA's errors become DeviceError. What a kernel did wrong comes up wherever one waits."""
+
+    def __init__(self, cupy: Any) -> None:
+        self.kinds = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self.kinds):
+            raise DeviceError(f"the GPU refuses: {error}") from error
+
+
 class CudaEvent:
     """A point in a stream's work."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, event: Any, refusals: Refusals) -> None:
         self.event = event
+        self._refusals = refusals
 
     def done(self) -> bool:
         """Whether everything before the point has ended."""
-        return bool(self.event.done)
+        with self._refusals:
+            return bool(self.event.done)
 
 
 class CudaStream:
     """Work in order."""
 
-    def __init__(self, stream: Any, cupy: Any) -> None:
+    def __init__(self, stream: Any, cupy: Any, refusals: Refusals) -> None:
         self.stream = stream
         self._cupy = cupy
+        self._refusals = refusals
 
     def record(self) -> CudaEvent:
         """The point after all work given so far."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self.stream)
-        return CudaEvent(event)
+        with self._refusals:
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self.stream)
+            return CudaEvent(event, self._refusals)
 
     def wait(self, event: CudaEvent) -> None:
         """Work given from now on begins after the event."""
-        self.stream.wait_event(event.event)
+        with self._refusals:
+            self.stream.wait_event(event.event)
 
     def synchronize(self) -> None:
         """Return when all work given so far has ended."""
-        self.stream.synchronize()
+        with self._refusals:
+            self.stream.synchronize()
 
 
 class CudaGraph:
     """Captured work."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: Any, refusals: Refusals) -> None:
         self._graph = graph
+        self._refusals = refusals
 
     def replay(self, stream: CudaStream) -> None:
         """Give all of it to the stream."""
-        self._graph.launch(stream.stream)
+        with self._refusals:
+            self._graph.launch(stream.stream)
 
 
 class CudaDevice:
@@ -76,8 +98,12 @@ class CudaDevice:
         try:
             import cupy
         except ImportError as error:
-            raise DeviceError("a GPU needs CuPy", fix="pip install cupy-cuda13x (or -cuda12x)") from error
+            # CuPy's own words about a library that it misses are pages.
+            raise DeviceError(
+                f"a GPU needs CuPy: {error.__cause__ or error}", fix="pip install cupy-cuda13x (or -cuda12x)"
+            ) from error
         self._cupy = cupy
+        self._refusals = Refusals(cupy)
         self._number = number
         self._runtime = cupy.cuda.runtime
         try:
@@ -85,21 +111,30 @@ class CudaDevice:
             self._runtime.free(0)
             self._driver = ctypes.CDLL("libcuda.so.1")
         except (self._runtime.CUDARuntimeError, OSError) as error:
-            raise DeviceError(f"GPU {number} cannot be used: {error}") from error
+            old = "InsufficientDriver" in str(error)
+            fix = "update the driver, or install the CuPy of an older CUDA (cupy-cuda12x)" if old else ""
+            raise DeviceError(f"GPU {number} cannot be used: {error}", fix=fix) from error
         self._kernels: dict[str, Any] = {}
         self._registered: list[int] = []
 
     def compile(self, source: str, kernels: Sequence[str]) -> None:
         """Compile with NVRTC for this GPU; CuPy keeps the result in CUPY_CACHE_DIR."""
-        module = self._cupy.RawModule(code=source, options=OPTIONS)
         try:
+            module = self._cupy.RawModule(code=source, options=OPTIONS)
             self._kernels.update((name, module.get_function(name)) for name in kernels)
-        except self._cupy.cuda.compiler.CompileException as error:
+        except (self._cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:  # no NVRTC; no room on disk
             raise DeviceError(f"kernels do not compile: {error}") from error
 
     def allocate(self, size: int) -> int:
         """The address of `size` bytes."""
-        return int(self._checked(self._runtime.malloc, size))
+        try:
+            return int(self._runtime.malloc(size))
+        except self._runtime.CUDARuntimeError as error:
+            free, total = self.memory()
+            raise DeviceError(
+                f"{size} bytes of GPU memory are not to be had, {free} of {total} are free: {error}",
+                fix="end other programs on the GPU, or lower memory.vram_gib",
+            ) from error
 
     def free(self, address: int) -> None:
         """Give memory back."""
@@ -112,7 +147,7 @@ class CudaDevice:
 
     def stream(self) -> CudaStream:
         """A new stream that does not wait for the default one."""
-        return CudaStream(self._cupy.cuda.Stream(non_blocking=True), self._cupy)
+        return CudaStream(self._checked(self._cupy.cuda.Stream, non_blocking=True), self._cupy, self._refusals)
 
     def upload(self, stream: CudaStream, address: int, data: NDArray[np.generic]) -> None:
         """Copy an array; from pageable memory the driver takes it before it returns."""
@@ -145,12 +180,13 @@ class CudaDevice:
     def capture(self, work: Callable[[CudaStream], None]) -> CudaGraph:
         """Record what `work` gives to a stream of its own."""
         stream = self.stream()
-        stream.stream.begin_capture()
-        try:
-            work(stream)
-        finally:
-            graph = stream.stream.end_capture()
-        return CudaGraph(graph)
+        with self._refusals:
+            stream.stream.begin_capture()
+            try:
+                work(stream)
+            finally:
+                graph = stream.stream.end_capture()
+            return CudaGraph(graph, self._refusals)
 
     def register(self, address: int, size: int) -> int:
         """Pin host memory in place, chunk by chunk, through the driver: a refusal leaves no error behind."""
@@ -177,9 +213,5 @@ class CudaDevice:
         return int(free), int(total)
 
     def _checked(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        try:
+        with self._refusals:
             return call(*arguments, **named)
-        except self._runtime.CUDARuntimeError as error:
-            raise DeviceError(f"the GPU refuses: {error}") from error
-        except self._cupy.cuda.driver.CUDADriverError as error:
-            raise DeviceError(f"the GPU refuses: {error}") from error
