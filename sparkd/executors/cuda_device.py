@@ -1,6 +1,6 @@
 """A real GPU behind the device seam: CuPy, and libcuda by ctypes where CuPy has no call.
 
-Thin on purpose: tests here show only what becomes of errors, with stand-ins; tests/emulator runs the rest of the GPU path.
+Thin on purpose: tests here show what becomes of errors, by stand-ins; tests/emulator runs the rest of the GPU path.
 """
 
 from __future__ import annotations

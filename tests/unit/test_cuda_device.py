@@ -1,4 +1,4 @@
-"""What refusals of a real GPU become. CuPy and libcuda are stand-ins: only a GPU can say whether the calls are right."""
+"""What refusals of a real GPU become. CuPy and libcuda are stand-ins: whether calls are right only a GPU can say."""
 
 from __future__ import annotations
 
