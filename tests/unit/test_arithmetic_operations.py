@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_arithmetic import documented, noise, vectors, word, words
 
@@ -54,7 +56,7 @@ class Small:
         return [np.array([record.ctypes.data for record in self.kept], np.uint64)]
 
     def run(self, out: Value, positions: int, isa: str, chunk: int) -> NDArray[np.float32]:
-        """`out` of the last position."""
+        """`out` of every position."""
         head = self.weight("head", np.zeros((positions, out.width)))
         built = (*self.built, ops.Logits(out, head))
         program = Program("test", out.width, positions, positions, built, layer_outputs=(), **self.state)
@@ -63,11 +65,13 @@ class Small:
         memory = StateMemory.allocate(layout, [pages] * len(layout.groups), 1)
         executor = NativeExecutor(program, self, layout, memory, max_rows=chunk, threads=2, isa=isa, keep=[out])
         tables = tuple(np.arange(pages, dtype=np.int32)[::-1] for _ in layout.groups)
+        made = []
         for start in range(0, positions, chunk):
             tokens = np.arange(start, min(start + chunk, positions), dtype=np.int32)
             segment = Segment(start, len(tokens), tables, 0, RowKind.PREFILL)
             executor.step(Batch(tokens, (segment,), np.empty(0, np.int32)))
-        return executor.trace(out)[-1]
+            made.append(executor.trace(out).copy())
+        return np.concatenate(made)
 
 
 @pytest.fixture(params=available())
@@ -85,7 +89,7 @@ def test_convolutions_give_the_documented_bits(isa, chunk):
         weight = small.weight("weight", np.array([noise(seed + 1000 + c, taps) for c in range(channels)]))
         out = Value("out", channels)
         small.built.append(ops.CausalConv(x, weight, out, taps, 0))
-        assert words(*small.run(out, rows, isa, chunk)) == result
+        assert words(*small.run(out, rows, isa, chunk)[-1]) == result
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -101,7 +105,7 @@ def test_delta_rules_give_the_documented_bits(isa, chunk):
         dt = small.weight("dt", noise(seed + 2001, 2))
         out = Value("out", 2 * n)
         small.built.append(ops.GatedDelta(qkv, alpha, beta, a, dt, out, 1, 2, n, vectors.EPS, 0))
-        made = small.run(out, rows, isa, chunk)
+        made = small.run(out, rows, isa, chunk)[-1]
         assert words(*made[:2], *made[n : n + 2]) == result
 
 
@@ -128,7 +132,7 @@ def test_routers_choose_and_weigh_as_documented(isa):
         small.arrays["down"] = np.eye(experts, dtype=np.float32)
         gate, down = Weight("gate", 1, experts + 1), Weight("down", experts, 1)
         small.state["expert_layers"] = (ExpertLayer(0, experts, top_k, gate, gate, down),)
-        made = small.run(out, 1, isa, 1)
+        made = small.run(out, 1, isa, 1)[-1]
         expected = dict(pair.split(":") for pair in result)
         assert {i: words(w)[0] for i, w in enumerate(made) if w} == {int(i): w for i, w in expected.items()}
         assert len(expected) == top_k
@@ -146,4 +150,39 @@ def test_attention_gives_the_documented_bits(isa, chunk):
         v = small.rows("v", [noise(seed + 3000 + t, n) for t in range(positions)])
         out = Value("out", n)
         small.built.append(ops.Attention(q, k, v, out, 1, 1, n, 0.5, window, 0))
-        assert words(*small.run(out, positions, isa, chunk)[:4]) == result
+        assert words(*small.run(out, positions, isa, chunk)[-1][:4]) == result
+
+
+@st.composite
+def attention(draw: st.DrawFn) -> tuple[Small, Value, int]:
+    """Attention of some heads to positions that fill a few pages, small numbers and extreme ones."""
+    positions = draw(st.integers(1, 260))
+    n = draw(st.sampled_from([16, 32, 64, 96, 128, 256]))
+    kv_heads = draw(st.integers(1, 2))
+    heads = kv_heads * draw(st.integers(1, 9))
+    window = draw(st.sampled_from([0, 1, 40, 64, 150]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    size = draw(st.sampled_from([1e-30, 1.0, 30.0, 1e4, 1e30]))
+
+    def table(width: int) -> list[NDArray[np.float32]]:
+        rows = random.standard_normal((positions, width)).astype(np.float32)
+        rows[random.random(rows.shape) < 0.1] *= np.float32(size)
+        rows[random.random(rows.shape) < 0.1] *= np.float32(-0.0)
+        return list(rows)
+
+    small = Small()
+    small.state["caches"] = (KvCache(0, kv_heads, n, window),)
+    q, k, v = (small.rows(name, table(n * h)) for name, h in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+    out = Value("out", n * heads)
+    small.built.append(ops.Attention(q, k, v, out, heads, kv_heads, n, n**-0.5, window, 0))
+    return small, out, positions
+
+
+@settings(max_examples=40, deadline=None)
+@given(attention(), st.integers(1, 260))
+def test_attention_of_many_queries_gives_the_bits_of_one(case, chunk):
+    """Queries go through a page together or one by one, as their number and the registers allow."""
+    small, out, positions = case
+    defined = small.run(out, positions, available()[-1], 1)
+    for isa in available():
+        assert np.array_equal(small.run(out, positions, isa, chunk).view(np.uint32), defined.view(np.uint32)), isa

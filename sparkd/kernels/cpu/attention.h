@@ -29,9 +29,15 @@ class Attention : public Operation {
         int64_t first, count;
     };
 
+    struct Queries;
+    struct Page;
+    class OneByOne;
+    class Together;
+
     void store(Step& step, int64_t row) const;
-    // Heads first .. first + count - 1, which share a KV head.
-    void attend(Step& step, const Block& rows, int first, int count, float* scratch) const;
+    void attend(const Queries& queries, float* scratch) const;
+    template <class Way>
+    void attend(const Queries& queries, float* scratch) const;
 
     Value q_, k_, v_, out_;
     Shape shape_;

@@ -147,6 +147,13 @@ inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }
+// As `larger`, lane by lane.
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+// Lanes for which something holds.
+using Lanes = __m256;
+inline Lanes below(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+inline Lanes within(Floats begin, Floats end, Floats x) { return _mm256_andnot_ps(below(x, begin), below(x, end)); }
+inline Floats select(Lanes lanes, Floats a, Floats b) { return _mm256_blendv_ps(b, a, lanes); }
 inline Floats from_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
 
 // The 32 partials of a dot32, eight in each register.

@@ -122,6 +122,15 @@ inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
+// As `larger`, lane by lane.
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+// Lanes for which something holds.
+using Lanes = __mmask16;
+inline Lanes below(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline Lanes within(Floats begin, Floats end, Floats x) {
+    return static_cast<Lanes>(below(x, end) & ~below(x, begin));
+}
+inline Floats select(Lanes lanes, Floats a, Floats b) { return _mm512_mask_blend_ps(lanes, b, a); }
 inline Floats from_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 
 // The 32 partials of a dot32, those of lanes j and j + 16 in registers 0 and 1.
