@@ -20,7 +20,7 @@ from sparkd.executors.check import check_batch, check_experts
 from sparkd.executors.cuda_batch import MAX_ROWS, BatchMemory
 from sparkd.executors.cuda_lowering import Lowering, StateAddresses
 from sparkd.executors.cuda_memory import DeviceMemory, Pinned
-from sparkd.executors.cuda_prefill import PrefillLowering
+from sparkd.executors.cuda_prefill import PrefillLowering, RoutedExperts
 from sparkd.executors.cuda_prompt import CudaPrompt
 from sparkd.executors.cuda_source import COUNTS, kernel_names, kernel_source
 from sparkd.executors.device import Device, Graph, Launch, Stream
@@ -48,8 +48,8 @@ class Records(Protocol):
     """Where the records of experts are, of which some may come and go.
 
     Of a step: `begin`; where that says so, `bring` and `let_go` for each layer of each part that is run by graphs;
-    `stage` for each layer of each other part; `meanwhile`, once all work of the step has been given to the stream;
-    `missed`.
+    `expect`, maybe, then `stage` for each layer of each other part; `meanwhile`, once all work of the step has been
+    given to the stream; `missed`.
     """
 
     def begin(self) -> int | None:
@@ -62,6 +62,10 @@ class Records(Protocol):
 
     def let_go(self) -> None:
         """What was brought is read by nothing that the stream is given from now on."""
+        ...
+
+    def expect(self, layer: int, experts: Sequence[int]) -> None:
+        """Most of these will be asked for by the next `stage`, which is of that layer; the likeliest come first."""
         ...
 
     def stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
@@ -129,7 +133,7 @@ class CudaExecutor:
         batch = BatchMemory(device, groups, prompt_rows, 1, width)
         # First the larger of the two: they share scratch memory.
         self._prefill = PrefillLowering(device, program, weights, layout, state, batch, memory, keep, prompt_rows)
-        self._prompt = CudaPrompt(device, self._stream, self._prefill, batch, counts)
+        self._prompt = CudaPrompt(device, self._stream, self._prefill, batch, counts, program.expert_layers)
         self._lowering = Lowering(device, program, weights, layout, state, self._batch, memory, keep)
         self._graphs: dict[int, Graph] = {}
         #: For each number of rows: graphs that end where a layer's choice is made, and that of the rest.
@@ -209,19 +213,30 @@ class CudaExecutor:
         """What a prompt's step of `count` rows consists of, but for products with routed experts and for logits."""
         return [launch for piece in self._prefill.pieces(count) for launch in piece]
 
+    @property
+    def routed_experts(self) -> Sequence[RoutedExperts]:
+        """The products of a prompt with the routed experts of each layer."""
+        return self._prefill.experts
+
     def _run(self, part: _Part, readable: bool) -> Iterator[tuple[int, int]]:
         """Give the stream a part; each time that logits of wanted rows are there, the first of them and how many.
 
         `readable`: the device can read every record where the tables lead to.
         """
         if part.prompt:
-            self._prompt.run(part.batch, self._stage)
+            self._prompt.run(part.batch, self)
             yield from self._prompt.logits(part.batch)
             return
         (self._replay if readable else self._run_in_pieces)(part)
         yield 0, len(part.batch.logits_rows)
 
-    def _stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
+    def expect(self, layer: int, experts: Sequence[int]) -> None:
+        """Of a prompt: what is likely to be staged next."""
+        if self._records is not None:
+            self._records.expect(layer, experts)
+
+    def stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
+        """Of a prompt: all of these, part by part, and where they lie."""
         if self._records is None:
             yield experts, self._tables[layer][list(experts)]
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,23 +12,68 @@ from sparkd.executors.base import Batch
 from sparkd.executors.cuda_batch import MAX_ROWS, BatchMemory
 from sparkd.executors.cuda_memory import Pinned
 from sparkd.executors.cuda_prefill import PrefillLowering, RoutedExperts, items_of
+from sparkd.executors.cuda_prompt_plan import LIKELY_ROWS
 from sparkd.executors.device import Device, Launch, Stream
+from sparkd.graph.program import ExpertLayer
 
-#: Of an expert layer and the experts that were chosen there: some of them, the addresses of their records, and so on
-#: until all were told. What was told may be read by what the stream is given until the next are asked for.
-Bring = Callable[[int, Sequence[int]], Iterator[tuple[Sequence[int], NDArray[np.uint64]]]]
+#: Rows that what was known before counts for, beside the rows of the last step.
+_OLD_ROWS = 64
+
+
+class Brings(Protocol):
+    """Who has the records of experts: `sparkd.executors.cuda.Records` in part."""
+
+    def expect(self, layer: int, experts: Sequence[int]) -> None:
+        """Most of these will be asked for by the next `stage`, which is of that layer; the likeliest come first."""
+        ...
+
+    def stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
+        """Some of these, the addresses of their records, and so on until all were told.
+
+        What was told may be read by what the stream is given until the next are asked for.
+        """
+        ...
+
+
+class Likely:
+    """Which experts the next rows will choose, by what rows before them chose; at first each as likely as the others.
+
+    Only those are named for which `LIKELY_ROWS` rows are expected: few of them are named in vain.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer]) -> None:
+        #: For each layer and expert the share of rows that choose it.
+        self._shares = [np.full(layer.experts, layer.top_k / layer.experts) for layer in layers]
+
+    def experts(self, layer: int, rows: int) -> list[int]:
+        """Of `rows` rows; the likeliest first."""
+        expected = self._shares[layer] * rows
+        order = np.argsort(-expected, kind="stable")
+        return [int(expert) for expert in order[: np.count_nonzero(expected >= LIKELY_ROWS)]]
+
+    def learn(self, layer: int, counts: NDArray[np.int32], rows: int) -> None:
+        """`counts` of `rows` rows have chosen each expert."""
+        self._shares[layer] = (self._shares[layer] * _OLD_ROWS + counts) / (_OLD_ROWS + rows)
 
 
 class CudaPrompt:
     """Steps of one segment of at most `lowering`'s rows.
 
     A layer's choice is looked at as soon as it is there, while the device computes what does not need the experts.
+    Before that, while the device is busy with attention, the experts that are likely begin to come.
     """
 
     def __init__(
-        self, device: Device, stream: Stream, lowering: PrefillLowering, batch: BatchMemory, counts: Sequence[int]
+        self,
+        device: Device,
+        stream: Stream,
+        lowering: PrefillLowering,
+        batch: BatchMemory,
+        counts: Sequence[int],
+        layers: Sequence[ExpertLayer],
     ) -> None:
         """`counts` of rows that there are kernels for logits of, ascending."""
+        self._likely = Likely(layers)
         self._counts = counts
         self._device = device
         self._stream = stream
@@ -37,19 +83,23 @@ class CudaPrompt:
         self._looks = device.stream()
         self._first = Pinned(device)
 
-    def run(self, batch: Batch, bring: Bring) -> None:
+    def run(self, batch: Batch, records: Brings) -> None:
         """Give the stream all of a step but its logits."""
+        rows = len(batch.tokens)
         self._batch.upload(self._stream, _without_logits(batch))
-        pieces = self._lowering.pieces(len(batch.tokens))
-        self._give(next(pieces))
+        pieces = self._lowering.pieces(rows)
         for number, layer in enumerate(self._lowering.experts):
+            records.expect(number, self._likely.experts(number, rows))
+            self._give(next(pieces))
             first = self._first.room(4 * (layer.experts + 1))
             self._looks.wait(self._stream.record())
             self._device.download(self._looks, layer.first, first)
             self._give(next(pieces))
             self._looks.synchronize()
-            self._multiply(number, layer, first.view("<i4"), bring)
-            self._give(next(pieces))
+            chosen = first.view("<i4")
+            self._likely.learn(number, np.diff(chosen), rows)
+            self._multiply(number, layer, chosen, records)
+        self._give(next(pieces))
 
     def logits(self, batch: Batch) -> Iterator[tuple[int, int]]:
         """After `run`: give the stream logits of the rows that are wanted, `MAX_ROWS` at most at a time.
@@ -62,9 +112,9 @@ class CudaPrompt:
             self._give(self._lowering.head(next(count for count in self._counts if count >= len(rows))))
             yield first, len(rows)
 
-    def _multiply(self, number: int, layer: RoutedExperts, first: NDArray[np.int32], bring: Bring) -> None:
-        for experts, records in bring(number, np.flatnonzero(np.diff(first)).tolist()):
-            items = items_of(first, experts, records)
+    def _multiply(self, number: int, layer: RoutedExperts, first: NDArray[np.int32], records: Brings) -> None:
+        for experts, places in records.stage(number, np.flatnonzero(np.diff(first)).tolist()):
+            items = items_of(first, experts, places)
             if len(items):
                 self._device.upload(self._stream, layer.items, items.view(np.uint8))
                 self._give(layer.launches(len(items)))

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from sparkd.executors.cuda_batch import MAX_ROWS
 from sparkd.executors.cuda_groups import Group, Heads, Linears, Mixture, Single, groups_of
 from sparkd.graph import ops
 from sparkd.graph.plan import Plan, plan
 from sparkd.graph.program import Program
+
+#: An expert for which so many rows are expected is brought before the rows of a layer have chosen: hardly ever in vain.
+LIKELY_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,18 @@ class Room:
     def width(self) -> int:
         """All of it: results, the products with gate and with up, and both quantised forms."""
         return self.ranked + 2 * self.inner + forms_width(self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes that steps take beside weights and state: `row` for each row of a prompt, `graphs` with their logits."""
+
+    row: int
+    graphs: int
+
+    def bytes(self, rows: int) -> int:
+        """For prompts of at most `rows` rows in a step, and for graphs."""
+        return rows * self.row + self.graphs
 
 
 def forms_width(elements: int) -> int:
@@ -62,6 +78,11 @@ def multiplied_width(program: Program) -> int:
 def row_width(program: Program) -> int:
     """Memory that a row of a prompt takes, in float32 numbers."""
     return prompt_plan(program, prompt_groups(program)).width + forms_width(multiplied_width(program))
+
+
+def workspace_of(program: Program) -> Workspace:
+    """What steps of `program` take."""
+    return Workspace(4 * row_width(program), 4 * MAX_ROWS * (program.vocab + graph_width(program)))
 
 
 def graph_width(program: Program) -> int:

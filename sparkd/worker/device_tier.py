@@ -26,7 +26,6 @@ before has chosen, a few copies at a time.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -183,17 +182,21 @@ class DeviceTier:
             self._carry_out(self._engine.release(self._leases.pop()))
         self._carry_out(())
 
+    def expect(self, layer: int, experts: Sequence[int]) -> None:
+        """Have those that are in no slot begin to come, the likeliest first, as many as the buffers hold."""
+        absent = self._absent[layer]
+        self._staging.ahead([Record(layer, expert) for expert in experts if absent[expert]], self._stream)
+
     def stage(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[Sequence[int], NDArray[np.uint64]]]:
         """First those that are in slots, then the others, which are on their way meanwhile."""
         absent = self._absent[layer]
-        others = [expert for expert in experts if absent[expert]]
+        others = [Record(layer, expert) for expert in experts if absent[expert]]
         here = [expert for expert in experts if not absent[expert]]
-        parts = self._staging.stream(self._tables.stream, others, functools.partial(self._stream, layer))
+        parts = self._staging.stream(self._tables.stream, others, self._stream)
         if here:
             yield here, self._table[layer][here]
         for part in parts:
-            chosen, places = zip(*part, strict=True)
-            yield chosen, np.array(places, np.uint64)
+            yield [record.expert for record, _ in part], np.array([place for _, place in part], np.uint64)
 
     def meanwhile(self) -> None:
         """Decide on copies by what the step before used, and begin them."""
@@ -439,8 +442,8 @@ class DeviceTier:
             self._fetch(copy.record, stream, target)
         self.moved += size
 
-    def _stream(self, layer: int, stream: Stream, expert: int, place: int) -> None:
-        self.streamed += self._fetch(Record(layer, expert), stream, place)
+    def _stream(self, stream: Stream, record: Record, place: int) -> None:
+        self.streamed += self._fetch(record, stream, place)
 
     def _fetch(self, record: Record, stream: Stream, target: int) -> int:
         """Give a stream a copy from where the device reads host memory, or through the driver; its bytes."""

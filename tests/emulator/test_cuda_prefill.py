@@ -12,6 +12,7 @@ from host_device import HostDevice
 from pairs import F32, MadeWeights, Pair, card, loaded
 from test_cuda_kernels import TYPES, Tensors, activations, blocks_of, program, tame
 
+from sparkd.executors.cuda_prompt import Likely
 from sparkd.executors.weights import Piece
 from sparkd.gguf.formats import FORMATS_BY_NAME, Arithmetic, Format
 from sparkd.graph import ops
@@ -191,6 +192,17 @@ def test_recurrent_state_goes_from_row_to_row_and_chunk_to_chunk(seed: int) -> N
         "random",
         ["prefill_conv", "prefill_conv_state", "delta_inputs", "prefill_delta"],
     )
+
+
+def test_experts_are_named_before_they_are_chosen_only_where_that_is_hardly_ever_in_vain() -> None:
+    layer = ExpertLayer(0, 256, 8, *[Weight("w", 1, 1)] * 3)
+    likely = Likely([layer])
+    assert likely.experts(0, 255) == [] and len(likely.experts(0, 256)) == 256
+    counts = np.zeros(256, np.int32)
+    counts[[7, 3, 200]] = 900, 500, 300
+    likely.learn(0, counts, 1024)
+    # The others have what was expected of them at first, for a few rows.
+    assert likely.experts(0, 512) == [7, 3, 200] and likely.experts(0, 4) == []
 
 
 MODELS = [
