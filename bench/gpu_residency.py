@@ -20,7 +20,7 @@ from sparkd.executors.device import Device
 from sparkd.executors.metered import Metered
 from sparkd.executors.native import NativeExecutor, StateMemory
 from sparkd.graph.state import StateLayout
-from sparkd.residency.device_budget import RESERVE_PARTS, staging_slots
+from sparkd.residency.device_budget import RESERVE_PARTS, ROWS, staging_slots
 from sparkd.residency.leases import Use
 from sparkd.residency.placement import Placement
 from sparkd.residency.ring import HALF_LIFE
@@ -150,7 +150,7 @@ class Model:
         lent = _Lent(self._device, self._device.memory()[0])
         try:
             slots = DeviceSlots(lent, sizes, [slab.record_bytes for slab in self._arena.layout.slabs])
-            staging = Staging(lent, staging_slots(top_k), max(slots.record_bytes))
+            staging = Staging(lent, staging_slots(top_k, ROWS[0]), max(slots.record_bytes))
             registered = _Registered(self._pieces)
             tier = DeviceTier(lent, self.cuda, self._arena, slots, registered, staging)  # type: ignore[arg-type]
             self.cuda.serve_from(tier)

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkd.config import LimitSettings, ModelSettings, Settings
+from sparkd.executors.cuda_prompt_plan import LIKELY_ROWS
 from sparkd.planning import hits, roofline
 from sparkd.planning.forecast import Card, Forecast, Machine, make_forecast
 from sparkd.planning.hardware import GPUS, LINK_SHARE, LINKS, Link
 from sparkd.planning.roofline import PROMPT, Processor, Speed
 from sparkd.planning.shape import Shape
-from sparkd.planning.work import LAUNCHES_LAYER, LOGIT_ROWS
+from sparkd.planning.work import Work
 from sparkd.residency.budget import GIB, Limit
-from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RESERVE_PARTS
-from sparkd.store.planned import STEP_ROWS
+from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RESERVE_PARTS, ROWS, ROWS_SHARE
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "plan.md"
@@ -85,8 +85,7 @@ def constants() -> Iterator[tuple[str, str, str]]:
     yield "`MEMORY_SHARE`", f"{roofline.MEMORY_SHARE}", "stated: long reads against a memory's stated bandwidth"
     yield "`LINK_SHARE`", f"{LINK_SHARE}", "stated: 25 GB/s of the 31.5 of PCIe 4.0 x16"
     yield "`LAUNCH_S`", f"{roofline.LAUNCH_S * 1e6:.2f} µs", "fitted: Laguna, all on an RTX 3090, 131 tokens/s"
-    yield "`LAUNCHES_LAYER`", f"{LAUNCHES_LAYER}", "the design of the GPU worker"
-    yield "`PROMPT_SHARE`", f"{roofline.PROMPT_SHARE:.0%}", "fitted: 1,880 tokens/s of a prompt on an RTX 3060"
+    yield "`PROMPT_SHARE`", f"{roofline.PROMPT_SHARE:.2%}", "fitted: 1,880 tokens/s of a prompt on an RTX 3060"
     yield "`HOT`", f"{hits.HOT}", "fitted: 39.7 of 312 choices missed at 60 % hot"
     yield "`RING`", f"{hits.RING}", "fitted: 5.6 of those 39.7 left by 16 slots"
     yield "`RING_ALONE`", f"{hits.RING_ALONE}", "fitted: 71.3 % found by a ring of 40 % alone, the built-in model"
@@ -97,7 +96,9 @@ def constants() -> Iterator[tuple[str, str, str]]:
         f"{RESERVE_PARTS}",
         "the design: buffers, each of what a token uses of a layer",
     )
-    yield "`LOGIT_ROWS`", f"{LOGIT_ROWS}", "the design: sequences of one replay"
+    yield "`ROWS`", ", ".join(map(str, ROWS)), "the design: rows of the longest step of a prompt"
+    yield "`ROWS_SHARE`", f"{ROWS_SHARE}", "the design: of the bytes of slots, what a longer step may take"
+    yield "`LIKELY_ROWS`", f"{LIKELY_ROWS}", "the design: rows that an expert has to expect to be brought early"
     yield "`THREAD_BANDWIDTH`", f"{roofline.THREAD_BANDWIDTH / 1e9:.1f} GB/s", "measured: `bench/README.md`, Q4_K"
     rate = f"{roofline.THREAD_OPERATIONS / 1e9:.1f} G/s"
     yield "`THREAD_OPERATIONS`", rate, "fitted: a prompt of the eight-layer Laguna, `bench/README.md`"
@@ -115,7 +116,7 @@ BYTES = (
 def budgets(models: Models) -> Iterator[tuple[object, ...]]:
     for what, arch, share, ring, published in BYTES:
         shape = models.full[arch]
-        needs = shape.device(settings(), 1 << 50, 0).needs
+        needs = shape.device_for(ROWS[0], settings(), 1 << 50, 0).needs
         slots = sum(round(stack.experts * share + ring) * stack.record_bytes for stack in needs.stacks)
         slots_of_size = RESERVE_PARTS * max(shape.work.top_k)
         reserve = slots_of_size * sum({stack.record_bytes for stack in needs.stacks}) if share < 1 else 0
@@ -198,19 +199,42 @@ def processors(models: Models) -> Iterator[tuple[object, ...]]:
 def prompts(models: Models) -> Iterator[tuple[object, ...]]:
     work = models.full["laguna"].work
     for card, published, how in PROMPTS:
-        gpu = GPUS[card]
         budget = forecast(models.full["laguna"], card).device
         assert budget is not None
-        for rows in (512, PROMPT):
-            made = roofline.gpu_prefill(work, gpu, LINKS[gpu.link], PROMPT // 2, rows, budget.residency)
-            slowest = max(made.overlapping, key=lambda term: term.seconds).name
+        for rows in ROWS:
+            made, row = prompt(work, card, rows, budget.residency)
             said = error(made.tokens_s, published) + (f" ({how})" if how and rows == PROMPT else "")
-            yield card, f"{budget.residency:.0%}", rows, f"{made.tokens_s:.0f}", slowest, published, said
-    for card, rows in itertools.product(ASKED, (512, PROMPT)):
-        gpu = GPUS[card]
-        made = roofline.gpu_prefill(work, gpu, LINKS[gpu.link], PROMPT // 2, rows, SHARE)
-        slowest = max(made.overlapping, key=lambda term: term.seconds).name
-        yield card, f"{SHARE:.0%}", rows, f"{made.tokens_s:.0f}", slowest, "", ""
+            yield *row, published, said
+    for card, rows in itertools.product(ASKED, ROWS):
+        yield *prompt(work, card, rows, SHARE)[1], "", ""
+
+
+def prompt(work: Work, card: str, rows: int, residency: float) -> tuple[Speed, list[object]]:
+    """A step of a prompt: what limits it, and the milliseconds of products, of the link, and of that the idle ones."""
+    gpu = GPUS[card]
+    made = roofline.gpu_prefill(work, gpu, LINKS[gpu.link], PROMPT // 2, rows, residency)
+    terms = {term.name: term for term in made.overlapping}
+    link = terms["experts over the link"]
+    times = [f"{seconds * 1e3:.0f}" for seconds in (terms["products"].seconds, link.seconds, link.idle)]
+    slowest = max(made.overlapping, key=lambda term: term.seconds).name
+    return made, [card, f"{residency:.0%}", rows, f"{made.tokens_s:.0f}", slowest, *times]
+
+
+def steps(models: Models) -> Iterator[tuple[object, ...]]:
+    """What longer steps of prompts take from decoding, on cards where they take most."""
+    for card, (arch, shape) in itertools.product(("rtx-2060", "rtx-4060", "rtx-3060", "rtx-4080"), models.full.items()):
+        gpu, chosen = GPUS[card], forecast(shape, card).device
+        assert chosen is not None
+        for rows in ROWS:
+            budget = shape.device_for(rows, settings(), chosen.limit, RING)
+            shortest = shape.device_for(ROWS[0], settings(), chosen.limit, RING)
+            experts = [stack.experts for stack in shape.work.stacks]
+            hit = hits.prior(list(budget.hot), experts, budget.ring_slots).ring
+            decode = roofline.gpu_decode(shape.work, gpu, LINKS[gpu.link], PROMPT, hit)
+            chunk = roofline.gpu_prefill(shape.work, gpu, LINKS[gpu.link], PROMPT // 2, rows, budget.residency)
+            lost = 1 - budget.slots_bytes / shortest.slots_bytes
+            mark = "chosen" if rows == chosen.needs.rows else ""
+            yield card, NAMES[arch], rows, f"{lost:.1%}", shown(decode), shown(chunk), mark
 
 
 def cards(models: Models, names: Iterable[str], contexts: Iterable[tuple[int, int]]) -> Iterator[tuple[object, ...]]:
@@ -222,14 +246,15 @@ def cards(models: Models, names: Iterable[str], contexts: Iterable[tuple[int, in
                 assert budget is not None
                 row = [card, NAMES[arch], f"{sequences} x {context}", f"{budget.used / GIB:.2f}"]
                 if made.speeds is None:
-                    yield (*row, "no", "", "", "", "", "; ".join(made.advice))
+                    yield (*row, "no", "", "", "", "", "", "", "; ".join(made.advice))
                     continue
                 slots = f"{budget.residency:.0%}" + (f" + {budget.ring_slots}" if budget.ring_slots else "")
                 rates = f"{made.hits.hot:.0%} / {made.hits.ring:.1%}"
                 decode, without = made.speeds.decode, made.speeds.without_ring
                 told = f"{without.tokens_s:.0f} - {decode.tokens_s:.0f}" if without != decode else shown(decode)
                 advice = "; ".join(made.advice) or f"largest context: {made.context.largest}"
-                yield (*row, slots, rates, told, f"{decode.bytes_only:.0f}", shown(made.speeds.prefill), advice)
+                chunk, wait = made.speeds.prefill, f"{made.speeds.wait_s * 1e3:.0f}"
+                yield (*row, slots, rates, told, f"{decode.bytes_only:.0f}", chunk.tokens, shown(chunk), wait, advice)
 
 
 def shown(speed: Speed) -> str:
@@ -251,15 +276,30 @@ def sections(models: Models) -> Iterator[str]:
     yield from table("hot | ring slots of 256 | prior | seen | points | where", hit_rates())
     yield "\n## Prompts on a card, against published figures\n"
     yield "The published figures name neither model nor residency; Laguna-XS.2 with one sequence of 8,192 is assumed."
-    yield f"A step of this version has at most {STEP_ROWS} rows: the others show what longer ones would be worth.\n"
-    yield from table("card | hot | rows a step | predicted | bound by | published | error", prompts(models))
+    yield f"A step has {', '.join(map(str, ROWS[:-1]))} or {ROWS[-1]} rows at most, as a card has room for.\n"
+    head = (
+        "card | hot | rows a step | predicted | bound by | products, ms | link, ms | of that idle | published | error"
+    )
+    yield from table(head, prompts(models))
+    yield """
+Where we expect to be after 2,048 tokens at 60 %: on an RTX 3090 bound by products, on a 4080 by the link, on both ahead
+of the two published figures, on paper. Why: in one step of 2,048 rows each cold expert crosses the link once; in four
+of 512, which is llama.cpp's default, four times. Two things are not known. The rate of our products is fitted to a
+published prompt: if ours are half as fast, the rows that are bound by products are worth half. And the published prompt
+names neither its rows nor its residency: with 512 rows at ours its link would not have allowed it.
+"""
+    yield "\n## What longer steps of prompts cost\n"
+    yield "One sequence of 8,192; tokens per second of decoding (with the ring) and of a prompt, and the share of the"
+    yield "bytes of slots that the longer step takes.\n"
+    yield from table("card | model | rows a step | of the slots | decode | prompt | ", steps(models))
     yield "\n## The CPU, against what we measured\n"
     yield "One thread, true shapes with eight layers; tokens per second.\n"
     yield from table("model | what | predicted | measured | error", processors(models))
-    head = "card | model | sequences | GiB used | hot + ring | hits, hot / with ring | tokens/s | bytes alone | prompt"
-    head += " | advice"
+    head = "card | model | sequences | GiB used | hot + ring | hits, hot / with ring | tokens/s | bytes alone"
+    head += " | rows a step | prompt | others wait, ms | advice"
     yield "\n## Cards of 6, 8 and 12 GB\n"
-    yield "Tokens per second: without anything from the ring, and with it. Nothing of this was measured.\n"
+    yield "Tokens per second: without anything from the ring, and with it. Others, who decode, wait for so long between"
+    yield "two tokens while a prompt is read. Nothing of this was measured.\n"
     contexts = ((8192, 1), (32768, 1), (8192, 4), (32768, 4))
     yield from table(head, cards(models, ("rtx-2060", "rtx-4060", "rtx-3060"), contexts))
     yield "\n## All cards, one sequence of 8,192\n"

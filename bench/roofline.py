@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sparkd.config import ModelSettings, Settings
 from sparkd.executors.cuda import CudaExecutor
+from sparkd.executors.cuda_counted import CountingDevice
 from sparkd.executors.cuda_groups import Heads, Linears, Mixture, Single, groups_of
 from sparkd.executors.device import Launch
 from sparkd.executors.weights import Weights
@@ -31,11 +32,11 @@ from sparkd.graph.program import Program
 from sparkd.graph.state import PAGE, StateLayout
 from sparkd.planning.hardware import GPUS, LINKS
 from sparkd.planning.roofline import MEMORY_SHARE
-from sparkd.planning.shape import Shape
+from sparkd.planning.shape import HeaderWeights, Shape
 from sparkd.store.planned import STEP_ROWS
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "unit"), str(ROOT / "tests" / "data" / "tools")]
+sys.path.insert(0, str(ROOT / "tests" / "data" / "tools"))
 
 NAMES = {"laguna": "Laguna-XS.2", "qwen35moe": "Qwen3.6-35B-A3B"}
 CARDS = ("rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090", "h200")
@@ -161,13 +162,12 @@ _KERNEL_OF: dict[type, str] = {ops.RmsNorm: "rms_norm", ops.GatedRmsNorm: "gated
 def token(arch: str, folder: Path, position: int) -> dict[str, Load]:
     """The kernels of one token of a published model."""
     import make_sparse
-    from counting_device import CountingDevice, NoWeights
 
     path = make_sparse.make(folder / f"{arch}.gguf", arch)
     shape = Shape.open(Settings(model=ModelSettings(str(path))))
     layout = StateLayout.of(shape.program, 2)
     pages = [group.pages_for(8192, 8) for group in layout.groups]
-    weights = NoWeights(shape)
+    weights = HeaderWeights(shape.model, shape.whole)
     executor = CudaExecutor(
         CountingDevice(), shape.program, weights, layout, pages=pages, slots=1, context=8192, prompt_rows=STEP_ROWS
     )

@@ -109,6 +109,7 @@ def document(made: Forecast) -> dict[str, Any]:
             "residency": device.residency,
             "hot_slots": list(device.hot),
             "ring_slots": device.ring_slots,
+            "step_rows": device.needs.rows,
             "note": PREDICTED,
         }
     return {
@@ -125,6 +126,7 @@ def document(made: Forecast) -> dict[str, Any]:
         "decode": _speed(made.speeds.decode) if made.speeds else None,
         "decode_without_ring": _speed(made.speeds.without_ring) if made.speeds else None,
         "prefill": _speed(made.speeds.prefill) if made.speeds else None,
+        "wait_beside_prompt_s": made.speeds.wait_s if made.speeds else None,
         "advice": list(made.advice),
         "notes": list(made.notes),
     }
@@ -234,6 +236,7 @@ def _show(made: Forecast) -> None:
             slower = made.speeds.without_ring.tokens_s
             out.print(f"{slower:.1f} tokens/s if the ring catches nothing (traffic that never comes back)\n")
         _show_speed(out, f"Prompt of {prompt} tokens, {made.speeds.prefill.tokens} a step", made.speeds.prefill)
+        out.print(f"others, who decode meanwhile, get a token every {made.speeds.wait_s * 1e3:.0f} ms\n")
     for line in made.advice:
         out.print(Text(printable(line), style="yellow"), soft_wrap=True)
     for note in ([PREDICTED] if made.device else []) + list(made.notes):
@@ -275,4 +278,5 @@ def _cells(term: Term) -> tuple[str, str, str, str]:
             amount, rate = f"{term.amount / 1e9:.1f} G", f"{term.rate / 1e9:.0f} G/s"
         case _:
             amount, rate = f"{term.amount:.0f} {term.unit}", f"{term.rate / 1e3:.1f} k/s"
-    return amount, rate, f"{term.seconds * 1e3:.2f}", term.source
+    idle = f"; idle for {term.idle * 1e3:.0f} ms before choices are known" if term.idle else ""
+    return amount, rate, f"{term.seconds * 1e3:.2f}", term.source + idle

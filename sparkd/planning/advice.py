@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from sparkd.config import Settings
-from sparkd.gguf.formats import FORMATS
+from sparkd.gguf.formats import FORMATS, Arithmetic
 from sparkd.graph.state import PAGE
 from sparkd.planning.shape import Shape, with_limits
 from sparkd.residency.budget import GIB, Limit
+from sparkd.residency.device_budget import RESERVE_PARTS, DeviceBudget, divide
 
 #: Of all experts: what is worth telling that it could be hot.
 WORTH = 0.02
+#: Positions that most are content with: the default of `limits.context`.
+COMMON_CONTEXT = 8192
+#: Bits of a weight below which no type is proposed.
+LEAST_BITS = 3
 
 
 def largest_context(settings: Settings, most: int, fits: Callable[[Settings], bool]) -> int:
@@ -45,22 +51,60 @@ def host_advice(shape: Shape, settings: Settings, limits: Sequence[Limit], *, wh
     return lines + (smaller or [_weights(shape, least.weights, "host memory")])
 
 
-def device_advice(shape: Shape, settings: Settings, limit: int, ring_slots: int) -> list[str]:
+def device_advice(shape: Shape, settings: Settings, budget: DeviceBudget, ring_slots: int) -> list[str]:
     """Lines for people: what is missing on the card and what would fit, or what would leave more room for experts."""
-    budget = shape.device(settings, limit, ring_slots)
-    alone = shape.device(with_limits(settings, sequences=1), limit, ring_slots)
+    if shape.unfit:
+        return [f"card: {shape.unfit}; serve it without a card"]
     if not budget.missing:
-        gained = alone.residency - budget.residency
-        more = f"--sequences 1 would have {alone.residency:.1%} of the experts hot on the card"
-        return [more] if gained >= WORTH else []
+        return list(_hotter(shape, settings, budget, ring_slots))
+    limit = budget.limit
     lines = [
         f"card: needs {_gib(budget.used)} before the first expert, {_gib(limit)} may be used: "
         f"{_gib(budget.missing)} are missing"
     ]
-    smaller = list(_smaller(shape, settings, lambda changed: not shape.device(changed, limit, ring_slots).missing))
-    least = shape.device(with_limits(settings, context=PAGE, sequences=1), limit, ring_slots)
+    # A ring takes nothing that is needed: whether it fits does not depend on it.
+    smaller = list(_smaller(shape, settings, lambda changed: not shape.device(changed, limit, 0).missing))
+    least = shape.device(with_limits(settings, context=PAGE, sequences=1), limit, 0)
     nothing = f"card: {_gib(least.used)} are needed even for one sequence of {PAGE} positions; serve it without a card"
     return lines + (smaller or [nothing])
+
+
+def _hotter(shape: Shape, settings: Settings, budget: DeviceBudget, ring_slots: int) -> Iterator[str]:
+    """What would have more of the experts hot, if that is worth telling."""
+    ways = {"--sequences 1": with_limits(settings, sequences=1)}
+    if min(settings.limits.context, shape.program.context) > COMMON_CONTEXT:
+        ways[f"--context {COMMON_CONTEXT}"] = with_limits(settings, context=COMMON_CONTEXT)
+    for way, changed in ways.items():
+        share = shape.device(changed, budget.limit, ring_slots).residency
+        if share - budget.residency >= WORTH:
+            yield f"{way} would have {share:.1%} of the experts hot on the card"
+    smaller = {name: _retyped(shape, budget, size, ring_slots) for size, name in _types() if size >= LEAST_BITS / 8}
+    whole = [name for name, made in smaller.items() if made.residency == 1]
+    name = (whole or list(smaller)[-1:])[0]
+    share = smaller[name].residency
+    if share - budget.residency >= WORTH:
+        size = smaller[name].needs.records + budget.needs.core
+        yield f"smaller weights: as {name} ({_gib(size)}, less exact) it would have {share:.1%} hot"
+
+
+def _retyped(shape: Shape, budget: DeviceBudget, size: float, ring_slots: int) -> DeviceBudget:
+    """The card divided if experts had `size` bytes a weight; the core as it is."""
+    weights = [
+        sum(weight.rows * weight.columns for weight in (layer.gate, layer.up, layer.down))
+        for layer in shape.program.expert_layers
+    ]
+    stacks = tuple(
+        dataclasses.replace(stack, record_bytes=min(stack.record_bytes, int(count * size)))
+        for stack, count in zip(budget.needs.stacks, weights, strict=True)
+    )
+    needs = dataclasses.replace(budget.needs, stacks=stacks)
+    return divide(needs, budget.limit, ring_slots, RESERVE_PARTS * shape.top_k)
+
+
+def _types() -> list[tuple[float, str]]:
+    """Bytes a weight and name of the integer types, the largest first."""
+    integers = (kind for kind in FORMATS.values() if kind.arithmetic in (Arithmetic.INT256, Arithmetic.INT32))
+    return sorted(((kind.bytes / kind.block, kind.name) for kind in integers), reverse=True)
 
 
 def _smaller(shape: Shape, settings: Settings, fits: Callable[[Settings], bool]) -> Iterator[str]:

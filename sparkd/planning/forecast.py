@@ -21,7 +21,7 @@ from sparkd.planning.roofline import PROMPT, Processor, Speed
 from sparkd.planning.shape import HostBudget, Shape
 from sparkd.planning.work import Work
 from sparkd.residency.budget import Limit
-from sparkd.residency.device_budget import CARD_MARGIN, DeviceBudget, usable
+from sparkd.residency.device_budget import CARD_MARGIN, ROWS, DeviceBudget, usable
 from sparkd.store.plan import kv_and_state, limits_here, model_name
 from sparkd.store.planned import STEP_ROWS
 
@@ -65,11 +65,15 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one sequence: a token, a token when the ring catches nothing, and a chunk of a prompt."""
+    """Of one sequence: a token, a token when the ring catches nothing, and the longest step of a prompt.
+
+    `wait_s`: seconds for which others, who decode, wait for a token while a prompt is read.
+    """
 
     decode: Speed
     without_ring: Speed
     prefill: Speed
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +124,27 @@ def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = No
         vram, note = card.usable()
         notes += [note] if note else []
         device = shape.device(settings, vram, card.ring_slots)
-        advice += device_advice(shape, settings, vram, card.ring_slots)
+        advice += device_advice(shape, settings, device, card.ring_slots)
     expected = _hits(shape, host, device, counts)
     position = min(PROMPT, settings.limits.context, shape.program.context)
     kv, state = kv_and_state(shape.program, settings)
+    step_s = settings.scheduler.max_step_ms / 1000
 
     def fits(changed: Settings) -> bool:
-        on_host = not held(changed, limits).missing
-        return on_host and (device is None or not shape.device(changed, device.limit, device.ring_slots).missing)
+        if device is None or card is None:
+            return not held(changed, limits).missing
+        on_card = not shape.unfit and not shape.device(changed, device.limit, card.ring_slots).missing
+        return on_card and not held(changed, limits).missing
 
+    speeds = None
+    if fits(settings):
+        speeds = _speeds(shape.work, machine, host, device, expected, position, step_s)
+        alone = roofline.cpu_decode(shape.work, machine.processor, machine.disk, position, 1.0).tokens_s
+        if device is not None and alone > speeds.decode.tokens_s:
+            threads = machine.processor.threads
+            advice.append(
+                f"card: {threads} threads alone would decode faster, at {alone:.1f} tokens/s: serve it without"
+            )
     return Forecast(
         model=model_name(shape.model),
         path=shape.model.where,
@@ -146,7 +162,7 @@ def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = No
         host=host,
         device=device,
         hits=expected,
-        speeds=_speeds(shape.work, machine, host, device, expected, position) if fits(settings) else None,
+        speeds=speeds,
         advice=tuple(advice),
         notes=tuple(notes),
     )
@@ -176,17 +192,27 @@ def _hits(shape: Shape, host: HostBudget, device: DeviceBudget | None, counts: R
 
 
 def _speeds(
-    work: Work, machine: Machine, host: HostBudget, device: DeviceBudget | None, expected: Hits, position: int
+    work: Work,
+    machine: Machine,
+    host: HostBudget,
+    device: DeviceBudget | None,
+    expected: Hits,
+    position: int,
+    step_s: float,
 ) -> Speeds:
-    rows = min(STEP_ROWS, position)
     if device is None or machine.card is None:
+        rows = min(STEP_ROWS, position)
         processor, disk = machine.processor, machine.disk
         decode = roofline.cpu_decode(work, processor, disk, position, expected.hot)
         prefill = roofline.cpu_prefill(work, processor, disk, position // 2, rows, min(host.residency, 1.0))
-        return Speeds(decode, decode, prefill)
-    gpu, link = machine.card.gpu, machine.card.link
-    return Speeds(
-        roofline.gpu_decode(work, gpu, link, position, expected.ring),
-        roofline.gpu_decode(work, gpu, link, position, expected.hot),
-        roofline.gpu_prefill(work, gpu, link, position // 2, rows, device.residency),
-    )
+        return Speeds(decode, decode, prefill, step_s)
+    gpu, link, longest = machine.card.gpu, machine.card.link, device.needs.rows
+
+    def chunk(rows: int) -> Speed:
+        return roofline.gpu_prefill(work, gpu, link, position // 2, min(rows, position), device.residency, longest)
+
+    decode = roofline.gpu_decode(work, gpu, link, position, expected.ring)
+    without = roofline.gpu_decode(work, gpu, link, position, expected.hot)
+    # Chunks beside others are as long as a step may take, but never shorter than these.
+    shortest = chunk(ROWS[0]).seconds if device.residency < 1 else 0.0
+    return Speeds(decode, without, chunk(longest), max(shortest + decode.seconds, step_s))

@@ -1,7 +1,8 @@
 """How fast a step is at best: amounts over rates, every term named. Pure.
 
 A decode step pays its terms one after another, since each layer waits for the one before. A prompt's chunk overlaps
-reading, computing and copying, so the slowest of those counts, and launches on top.
+reading, computing and copying, so the slowest of those counts, and launches on top. The link is idle while a layer
+computes what comes before its choice of experts, but for what was likely enough to be copied before that.
 
 Constants that were fitted, each to one figure: `LAUNCH_S` and `PROMPT_SHARE` to published ones (no card of ours was
 measured), `THREAD_BANDWIDTH` and `THREAD_OPERATIONS` to `bench/README.md`. `docs/plan.md` compares what they predict
@@ -14,15 +15,16 @@ from dataclasses import dataclass
 
 from sparkd.planning.hardware import Gpu, Link
 from sparkd.planning.work import Work
+from sparkd.residency.device_budget import STAGING_PARTS, staging_slots
 
 #: The share of a memory's stated bandwidth that long reads reach, on cards and in hosts.
 MEMORY_SHARE = 0.85
-#: Seconds that a small kernel takes beside its bytes: Laguna-XS.2 Q4_K_M, all of it on an RTX 3090, ten launches per
-#: layer, at 131 tokens/s (published: 119 to 143).
-LAUNCH_S = 12.94e-6
+#: Seconds that a small kernel takes beside its bytes: Laguna-XS.2 Q4_K_M, all of it on an RTX 3090, 407 launches
+#: a token, at 131 tokens/s (published: 119 to 143).
+LAUNCH_S = 12.85e-6
 #: The share of a card's INT8 operations that a prompt reaches: 1,880 tokens/s on an RTX 3060 (published; the model is
 #: taken to be Laguna-XS.2, and its products to be what it waited for).
-PROMPT_SHARE = 0.11
+PROMPT_SHARE = 0.1125
 #: Of one thread: bytes per second in products of one row (Q4_K), and operations per second in a prompt of 512 (Laguna
 #: shapes of eight layers, Q4_K_M, x86-64-v4, 135.2 tokens/s).
 THREAD_BANDWIDTH = 12.6e9
@@ -46,18 +48,22 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """`amount` (bytes, operations or launches, as `unit` says) at `rate` per second. `source` of the rate, in words."""
+    """`amount` (bytes, operations or launches, as `unit` says) at `rate` per second. `source` of the rate, in words.
+
+    `idle`: seconds in which nothing of it can be done.
+    """
 
     name: str
     amount: float
     unit: str
     rate: float
     source: str
+    idle: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Time of this term alone."""
-        return self.amount / self.rate
+        return self.idle + self.amount / self.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class Speed:
     def bytes_only(self) -> float:
         """Tokens per second if nothing but bytes took time."""
         terms = [term.seconds for term in self.serial if term.unit == "bytes"]
-        longest = max((term.seconds for term in self.overlapping if term.unit == "bytes"), default=0.0)
+        longest = max((term.amount / term.rate for term in self.overlapping if term.unit == "bytes"), default=0.0)
         return self.tokens / (sum(terms) + longest)
 
 
@@ -98,24 +104,36 @@ def gpu_decode(work: Work, gpu: Gpu, link: Link, position: int, hit: float) -> S
             Term("keys and values", work.kv_bytes(position), "bytes", rate, source),
             Term("recurrent state, read and written", 2 * work.record_bytes, "bytes", rate, source),
             Term("experts over the link", work.experts_bytes * (1 - hit), "bytes", link.bandwidth, _link(link)),
-            Term("launches", work.launches, "launches", 1 / LAUNCH_S, f"{LAUNCH_S * 1e6:.1f} µs each, fitted"),
+            _launches(work.launches.token),
         ),
     )
 
 
-def gpu_prefill(work: Work, gpu: Gpu, link: Link, position: int, rows: int, residency: float) -> Speed:
-    """A chunk of `rows` of a prompt, `residency` of the experts on the card; each cold one crosses the link once."""
+def gpu_prefill(
+    work: Work, gpu: Gpu, link: Link, position: int, rows: int, residency: float, longest: int | None = None
+) -> Speed:
+    """A chunk of `rows` of a prompt, `residency` of the experts on the card; each cold one crosses the link once.
+
+    Room is for steps of `longest` rows, or as many as these: from that the size of the buffers follows. Before a
+    layer's choice is known no more than what is likely goes over the link, and no more than the buffers hold.
+    """
     rate, source = _card(gpu)
     operations = gpu.operations * PROMPT_SHARE
     told = f"{PROMPT_SHARE:.1%} (fitted) of {gpu.operations / 1e12:.0f} T/s stated for {gpu.name}"
     touched = work.touched_bytes(rows)
+    cold = touched * (1 - residency)
+    mixers = 2 * (rows * work.mixer_macs(position) + work.head_macs)
+    before = max(mixers / operations, work.core_bytes / rate)
+    records = staging_slots(max(work.top_k, default=1), longest or rows)
+    ahead = min(cold, work.likely_bytes(rows, STAGING_PARTS * records) * (residency < 1))
+    idle = max(0.0, before - ahead / link.bandwidth) if cold else 0.0
     return Speed(
         rows,
-        (Term("launches", work.launches, "launches", 1 / LAUNCH_S, f"{LAUNCH_S * 1e6:.1f} µs each, fitted"),),
+        (_launches(work.launches.prompt + work.launches.part * work.parts(rows, residency, records)),),
         _shown(
             Term("core and experts from VRAM", work.core_bytes + touched, "bytes", rate, source),
-            Term("products", _operations(work, position, rows), "operations", operations, told),
-            Term("experts over the link", touched * (1 - residency), "bytes", link.bandwidth, _link(link)),
+            Term("products", mixers + 2 * rows * work.expert_macs, "operations", operations, told),
+            Term("experts over the link", cold, "bytes", link.bandwidth, _link(link), idle),
         ),
     )
 
@@ -153,6 +171,10 @@ def cpu_prefill(work: Work, processor: Processor, disk: Link, position: int, row
 
 def _operations(work: Work, position: int, rows: int) -> int:
     return 2 * (rows * work.macs(position) + work.head_macs)
+
+
+def _launches(count: float) -> Term:
+    return Term("launches", count, "launches", 1 / LAUNCH_S, f"{LAUNCH_S * 1e6:.1f} µs each, fitted")
 
 
 def _shown(*terms: Term) -> tuple[Term, ...]:

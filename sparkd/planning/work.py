@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
-from sparkd.executors.cuda_prompt_plan import graph_width, row_width
+from sparkd.executors.cuda_counted import Launches
+from sparkd.executors.cuda_prompt_plan import LIKELY_ROWS, Workspace, workspace_of
 from sparkd.gguf.model_file import ModelFile
 from sparkd.graph.ops import Attention, Embed, GatedDelta, Logits, Op, Weight
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
 from sparkd.residency.device_budget import Stack
-
-#: Kernel launches that a layer and that the ends of a step (embedding, norm, logits, choice) are planned to take.
-LAUNCHES_LAYER = 10
-LAUNCHES_ENDS = 4
-#: Sequences of one replayed step whose logits are kept at once.
-LOGIT_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +20,10 @@ class Work:
     """Bytes and multiply-adds of a step of one row.
 
     `core_bytes` are the weights that every step reads once, however many rows it has; the head (`head_macs`) computes
-    one row of a prompt's chunk only. `stacks` and `top_k` describe the expert layers. Workspace is in float32 numbers:
-    `row_width` per row of a prompt, `logits_width` per row of a graph and its logits.
+    one row of a prompt's chunk only. `stacks` and `top_k` describe the expert layers.
     """
 
-    layers: int
+    launches: Launches
     core_bytes: int
     core_macs: int
     head_macs: int
@@ -39,18 +34,12 @@ class Work:
     #: K and V bytes per position and multiply-adds per row and position, with the window (0: none), per cache.
     caches: tuple[tuple[int, int, int], ...]
     record_bytes: int
-    row_width: int
-    logits_width: int
+    workspace: Workspace
 
     @property
     def experts_bytes(self) -> int:
         """Bytes of the experts that one row uses."""
         return sum(k * stack.record_bytes for k, stack in zip(self.top_k, self.stacks, strict=True))
-
-    @property
-    def launches(self) -> int:
-        """Kernel launches of a decode step on a card."""
-        return self.layers * LAUNCHES_LAYER + LAUNCHES_ENDS
 
     def kv_bytes(self, position: int) -> int:
         """Bytes of K and V that a row at `position` reads."""
@@ -62,7 +51,11 @@ class Work:
 
     def macs(self, position: int) -> int:
         """Multiply-adds of one row of a prompt at `position`, without the head."""
-        return self.core_macs + self.expert_macs + self.delta_macs + self.attention_macs(position)
+        return self.mixer_macs(position) + self.expert_macs
+
+    def mixer_macs(self, position: int) -> int:
+        """Those of them that no routed expert does."""
+        return self.core_macs + self.delta_macs + self.attention_macs(position)
 
     def touched_bytes(self, rows: int) -> float:
         """Bytes of the different experts that `rows` rows use, expected when each chooses evenly."""
@@ -70,12 +63,26 @@ class Work:
             stack.size * (1 - (1 - k / stack.experts) ** rows) for k, stack in zip(self.top_k, self.stacks, strict=True)
         )
 
-    def workspace(self, rows: int) -> int:
-        """Bytes on a card for prompts of at most `rows` rows in a step, and for graphs."""
-        return 4 * (rows * self.row_width + LOGIT_ROWS * self.logits_width)
+    def likely_bytes(self, rows: int, records: int) -> float:
+        """Bytes of up to `records` experts of each layer, where `rows` rows are sure enough to need whichever."""
+        return sum(
+            min(records, stack.experts) * stack.record_bytes
+            for k, stack in zip(self.top_k, self.stacks, strict=True)
+            if rows * k >= LIKELY_ROWS * stack.experts
+        )
+
+    def parts(self, rows: int, residency: float, records: int) -> int:
+        """Parts of all layers' experts that are multiplied one after another: those in slots, and buffers of others."""
+        count = 0
+        for k, stack in zip(self.top_k, self.stacks, strict=True):
+            touched = stack.experts * (1 - (1 - k / stack.experts) ** rows)
+            count += (residency > 0) + math.ceil(touched * (1 - residency) / records)
+        return count
 
 
-def work_of(program: Program, model: ModelFile, stacks: tuple[Stack, ...], state: StateLayout) -> Work:
+def work_of(
+    program: Program, model: ModelFile, stacks: tuple[Stack, ...], state: StateLayout, launches: Launches
+) -> Work:
     """Count `program`; `stacks` are its expert layers as they lie in memory."""
     core_bytes = core_macs = head_macs = delta_macs = 0
     for op in program.ops:
@@ -95,7 +102,7 @@ def work_of(program: Program, model: ModelFile, stacks: tuple[Stack, ...], state
         (2 * op.kv_heads * op.head_dim * state.kv_bytes, 2 * op.heads * op.head_dim, op.window) for op in attentions
     )
     return Work(
-        layers=len(program.layer_outputs),
+        launches=launches,
         core_bytes=core_bytes,
         core_macs=core_macs,
         head_macs=head_macs,
@@ -109,8 +116,7 @@ def work_of(program: Program, model: ModelFile, stacks: tuple[Stack, ...], state
         delta_macs=delta_macs,
         caches=caches,
         record_bytes=state.record_bytes,
-        row_width=row_width(program),
-        logits_width=program.vocab + graph_width(program),
+        workspace=workspace_of(program),
     )
 
 

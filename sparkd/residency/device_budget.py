@@ -3,14 +3,15 @@
     limit = context + core + KV + state + workspace  |  reserve + ring + hot  |  slack
 
 What stands before the first bar is taken or nothing runs; to the workspace belong the two buffers that prompts stream
-experts through. The reserve holds two buffers for each size of record:
+experts through. The longer the longest step of a prompt, the more of it goes there, and to KV of sliding windows, and
+the less often cold experts cross the link: `choose_step`. The reserve holds two buffers for each size of record:
 through them goes what the card can neither hold nor read where it is. The ring is a number of slots per expert layer;
 all other whole slots are hot. When every expert is hot, ring and reserve are not needed and take nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sparkd.residency.budget import GIB
@@ -22,6 +23,11 @@ CARD_CONTEXT = 400 << 20
 RESERVE_PARTS = 2
 #: Buffers that prompts stream through.
 STAGING_PARTS = 2
+#: Rows that the longest step of a prompt may have: the least of these, or more where they cost few slots.
+ROWS = (512, 1024, 2048)
+#: Of the bytes of slots beside the shortest of those steps, what a longer one may take: on paper a tenth of decoding at
+#: most, for prompts twice to four times as fast (docs/plan.md).
+ROWS_SHARE = 0.15
 #: Slots of the ring in each expert layer, unless asked otherwise.
 RING_SLOTS = 32
 #: The part of a whole card that is left to driver, display and others (a 16 GiB RTX 5060 Ti shows 15.3 GiB free).
@@ -43,7 +49,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNeeds:
-    """Bytes a worker takes on a card beside slots, and what the slots are for."""
+    """Bytes a worker takes on a card beside slots, and what the slots are for.
+
+    `rows`: of the longest step of a prompt that KV and workspace have room for.
+    """
 
     context: int
     core: int
@@ -51,6 +60,7 @@ class DeviceNeeds:
     state: int
     workspace: int
     stacks: tuple[Stack, ...]
+    rows: int = ROWS[0]
 
     @property
     def fixed(self) -> int:
@@ -83,6 +93,11 @@ class DeviceBudget:
     def hot_bytes(self) -> int:
         """Bytes of all hot slots."""
         return sum(n * stack.record_bytes for n, stack in zip(self.hot, self.needs.stacks, strict=True))
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all slots but the reserve."""
+        return self.ring + self.hot_bytes
 
     @property
     def used(self) -> int:
@@ -132,9 +147,28 @@ def divide(needs: DeviceNeeds, limit: int, ring_slots: int, reserve_slots: int) 
     return DeviceBudget(needs, limit, tuple(hot), ring_slots, ring_slots * row, reserve, reserve_slots)
 
 
-def staging_slots(top_k: int) -> int:
-    """Records of a buffer that prompts stream through: half of what a token uses of a layer, some megabytes."""
-    return max(1, top_k // 2)
+def choose_step(divided: Iterable[DeviceBudget]) -> DeviceBudget:
+    """Of budgets for ever longer steps of a prompt, the shortest first, the longest that costs few slots.
+
+    What is whole stays whole.
+    """
+    shortest, *longer = divided
+    least = shortest.slots_bytes * (1 - ROWS_SHARE) if shortest.residency < 1 else shortest.slots_bytes
+    fitting = [budget for budget in longer if not budget.missing and budget.slots_bytes >= least]
+    return fitting[-1] if fitting else shortest
+
+
+def step_rows(context: int) -> tuple[int, ...]:
+    """Those of `ROWS` that a sequence of `context` positions can make use of."""
+    return tuple(rows for rows in ROWS if rows <= max(context, ROWS[0]))
+
+
+def staging_slots(top_k: int, rows: int) -> int:
+    """Records of a buffer that prompts stream through, for steps of so many rows.
+
+    A long step computes longer before a layer's choice is known: meanwhile the link fills the buffers.
+    """
+    return max(1, top_k * rows // ROWS[0])
 
 
 def slab_sizes(budget: DeviceBudget, slabs: Sequence[int]) -> list[SlabSize]:

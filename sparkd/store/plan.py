@@ -187,11 +187,14 @@ def state_bytes(program: Program, settings: Settings) -> int:
     return sum(kv_and_state(program, settings))
 
 
-def kv_and_state(program: Program, settings: Settings) -> tuple[int, int]:
-    """The bytes of KV pages and those of recurrent state, of `limits.sequences` sequences of `limits.context`."""
+def kv_and_state(program: Program, settings: Settings, rows: int = STEP_ROWS) -> tuple[int, int]:
+    """The bytes of KV pages and those of recurrent state, of `limits.sequences` sequences of `limits.context`.
+
+    `rows`: of the longest step.
+    """
     layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
     context = min(settings.limits.context, program.context)
-    pages = sum(group.page_bytes * group.pages_for(context, STEP_ROWS) for group in layout.groups)
+    pages = sum(group.page_bytes * group.pages_for(context, rows) for group in layout.groups)
     return settings.limits.sequences * pages, settings.limits.sequences * layout.record_bytes
 
 

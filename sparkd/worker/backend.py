@@ -24,9 +24,16 @@ from sparkd.worker.threads import count_threads
 
 
 class Backend(Protocol):
-    """An executor, and whoever brings the records of experts to it."""
+    """An executor, and whoever brings the records of experts to it.
+
+    Its steps have at most `rows` rows, and its sequences state of `size`. A chunk of a prompt that has less than
+    `least_rows` rows takes no less time.
+    """
 
     executor: Executor
+    rows: int
+    size: PoolSize
+    least_rows: int
 
     def used(self, routing: Routing) -> None:
         """A step has ended, whose rows went to these experts."""
@@ -65,24 +72,29 @@ class NativeBackend:
         settings: Settings,
         arena: Arena,
         layout: StateLayout,
-        size: PoolSize,
+        size_for: Callable[[int], PoolSize],
         store: Channel,
         worker: int,
         went_on: Callable[[], None],
     ) -> None:
-        """`store` leads to the store, which knows this worker; `went_on` is called when it has brought something."""
+        """`store` leads to the store, which knows this worker; `went_on` is called when it has brought something.
+
+        `size_for`: the state that sequences need where steps have at most so many rows.
+        """
+        self.rows, self.least_rows = STEP_ROWS, 1
+        self.size = size_for(STEP_ROWS)
         self._kv_type = settings.kv.type
         self._threads = count_threads(settings.cpu.threads)
         self._isa = available()[0] if settings.cpu.isa == "auto" else settings.cpu.isa
         self._formats = computed_with(arena)
         self._stager = StoreStager(arena, store, worker, went_on) if arena.layout.partial else None
-        memory = StateMemory.allocate(layout, size.pages, size.records)
+        memory = StateMemory.allocate(layout, self.size.pages, self.size.records)
         self.executor: Executor = NativeExecutor(
             arena.program,
             arena,
             layout,
             memory,
-            max_rows=STEP_ROWS,
+            max_rows=self.rows,
             threads=self._threads,
             isa=self._isa,
             stager=self._stager,
@@ -115,7 +127,7 @@ class NativeBackend:
             "kind": "native",
             "isa": self._isa,
             "threads": self._threads,
-            "max_rows": STEP_ROWS,
+            "max_rows": self.rows,
             "kv_type": self._kv_type,
             "types": product_paths(self._formats, self._isa),
         }

@@ -16,6 +16,7 @@ from sparkd.config import Settings
 from sparkd.errors import BudgetError, DeviceError
 from sparkd.executors.base import Executor
 from sparkd.executors.cuda import CudaExecutor
+from sparkd.executors.cuda_prompt_plan import workspace_of
 from sparkd.executors.device import Device
 from sparkd.executors.metered import Metered
 from sparkd.graph.state import StateLayout
@@ -28,18 +29,21 @@ from sparkd.residency.device_budget import (
     CARD_MARGIN,
     RESERVE_PARTS,
     RING_SLOTS,
+    ROWS,
+    STAGING_PARTS,
     DeviceBudget,
     DeviceNeeds,
     Stack,
     allowance,
+    choose_step,
     divide,
     slab_sizes,
     staging_slots,
+    step_rows,
 )
 from sparkd.residency.placement import Placement, PlacementError
 from sparkd.store.arena import Arena
 from sparkd.store.layout import told_tier
-from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.backend import computed_with
 from sparkd.worker.device_slots import DeviceSlots
 from sparkd.worker.device_staging import Staging
@@ -67,12 +71,15 @@ class DeviceBackend:
         settings: Settings,
         arena: Arena,
         layout: StateLayout,
-        size: PoolSize,
+        size_for: Callable[[int], PoolSize],
         context: int,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`model` is the name that stands in messages; `wake` is called, by any thread, when `advance` has work."""
+        """`model` is the name that stands in messages; `wake` is called, by any thread, when `advance` has work.
+
+        `size_for`: the state that sequences need where steps have at most so many rows.
+        """
         self._model = model
         self._kv_type = settings.kv.type
         formats = computed_with(arena)
@@ -86,21 +93,25 @@ class DeviceBackend:
             _log.warning("%s", note)
         self._margin = int(total * CARD_MARGIN)
         self._device = Metered(device, limit)
+        self.rows = _choose_rows(limit, arena, layout, size_for, context)
+        self.size = size_for(self.rows)
         executor = CudaExecutor(
             self._device,
             arena.program,
             arena,
             layout,
-            pages=size.pages,
-            slots=size.records,
+            pages=self.size.pages,
+            slots=self.size.records,
             context=context,
-            prompt_rows=STEP_ROWS,
+            prompt_rows=self.rows,
         )
         self.executor: Executor = executor
         records = [slab.record_bytes for slab in arena.layout.slabs]
         top_k = max((layer.top_k for layer in arena.program.expert_layers), default=0)
-        staging = Staging(self._device, staging_slots(top_k), max(records, default=0))
-        self._budget = _divide(self._device, arena, size.bytes(layout))
+        staging = Staging(self._device, staging_slots(top_k, self.rows), max(records, default=0))
+        self._budget = _divide(self._device, arena, self.size.bytes(layout))
+        #: Experts that no slot holds cross the link in each step of a prompt, however short it is.
+        self.least_rows = ROWS[0] if self._budget.residency < 1 else 1
         slabs = [layer.slab for layer in arena.layout.layers]
         self._slots = DeviceSlots(self._device, slab_sizes(self._budget, slabs), records)
         self._registration = Registration(self._device, arena, wake)
@@ -170,7 +181,7 @@ class DeviceBackend:
             for format in computed_with(self._arena)
             if format.arithmetic
         }
-        executor: dict[str, Json] = {"kind": "cuda", "max_rows": STEP_ROWS, "kv_type": self._kv_type, "types": types}
+        executor: dict[str, Json] = {"kind": "cuda", "max_rows": self.rows, "kv_type": self._kv_type, "types": types}
         return {"executor": executor, "device": self._border()}
 
     def close(self) -> None:
@@ -231,12 +242,32 @@ class DeviceBackend:
                 _log.warning("the card has room, but not in one piece: %s", error)
 
 
+def _choose_rows(
+    limit: int, arena: Arena, layout: StateLayout, size_for: Callable[[int], PoolSize], context: int
+) -> int:
+    """Rows of the longest step of a prompt, within `limit` bytes."""
+    workspace = workspace_of(arena.program)
+    stacks = _stacks(arena)
+    top_k = max((layer.top_k for layer in arena.program.expert_layers), default=0)
+    largest = max((stack.record_bytes for stack in stacks), default=0)
+
+    def divided(rows: int) -> DeviceBudget:
+        taken = workspace.bytes(rows) + STAGING_PARTS * staging_slots(top_k, rows) * largest
+        needs = DeviceNeeds(0, arena.layout.core_bytes, size_for(rows).bytes(layout), 0, taken, stacks, rows)
+        return divide(needs, limit, RING_SLOTS, RESERVE_PARTS * top_k)
+
+    return choose_step(map(divided, step_rows(context))).needs.rows
+
+
+def _stacks(arena: Arena) -> tuple[Stack, ...]:
+    slabs = arena.layout.slabs
+    return tuple(Stack(layer.experts, slabs[layer.slab].record_bytes) for layer in arena.layout.layers)
+
+
 def _divide(device: Metered, arena: Arena, state: int) -> DeviceBudget:
     """What is left of the device's limit, as slots. BudgetError when that is not even a reserve."""
-    layout = arena.layout
-    stacks = tuple(Stack(layer.experts, layout.slabs[layer.slab].record_bytes) for layer in layout.layers)
-    core = min(layout.core_bytes, device.used - state)
-    needs = DeviceNeeds(0, core, state, 0, device.used - state - core, stacks)
+    core = min(arena.layout.core_bytes, device.used - state)
+    needs = DeviceNeeds(0, core, state, 0, device.used - state - core, _stacks(arena))
     top_k = max((layer.top_k for layer in arena.program.expert_layers), default=0)
     budget = divide(needs, device.limit, RING_SLOTS, RESERVE_PARTS * top_k)
     if budget.missing:

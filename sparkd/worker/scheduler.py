@@ -4,8 +4,10 @@ A step carries one row of every decoding sequence and at most one chunk of one p
 its end). The chunk is sized so that a step takes about `max_step_s`: it grows while steps are shorter and shrinks as
 soon as one is longer, so that those who decode never wait long for somebody's prompt.
 
-Where experts are read from the disk, a chunk has each of them read once, however short it is: what a step waits for
-them does not count against its chunk, and one that nobody who decodes waits for is as long as it can be.
+Where experts are elsewhere, on the disk or beyond a card's link, a chunk has each of them brought once, however short
+it is. So a chunk that nobody who decodes waits for is as long as it can be. What a step waits for the disk does not
+count against its chunk; on a card, where copies and products go on together, a chunk never has less than `least_rows`
+rows: those who decode wait for one passage of the experts at most, or for `max_step_s` if that is longer.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ class Step:
 class Scheduler:
     """Forms steps of at most `max_rows` rows; there are never more than `max_rows - 1` decoding sequences."""
 
-    def __init__(self, max_rows: int, max_step_s: float, reads_experts: bool = False) -> None:
+    def __init__(self, max_rows: int, max_step_s: float, *, least_rows: int = 1, alone_whole: bool = False) -> None:
+        """`alone_whole`: chunks beside which nobody decodes are as long as can be."""
         self._max_rows = max_rows
-        self._reads_experts = reads_experts
+        self._least_rows = least_rows
+        self._alone_whole = alone_whole
         #: May be changed between steps.
         self.max_step_s = max_step_s
-        self.chunk_rows = min(FIRST_CHUNK, max_rows)
+        self.chunk_rows = min(max(FIRST_CHUNK, least_rows), max_rows)
 
     def plan(self, running: Iterable[Sequence]) -> Step | None:
         """The next step of the admitted sequences, oldest first; None when there is nothing to do."""
@@ -76,7 +80,7 @@ class Scheduler:
         factor = max(_SHRINK, min(_GROWTH, self.max_step_s / max(seconds, 1e-6)))
         if step.chunk.rows >= self.chunk_rows or factor < 1:
             size = int(min(step.chunk.rows, self.chunk_rows) * factor)
-            self.chunk_rows = max(1, min(size, self._max_rows))
+            self.chunk_rows = min(max(size, self._least_rows), self._max_rows)
 
     def _unlimited(self, decode: Collection[Piece]) -> bool:
-        return self._reads_experts and not decode
+        return self._alone_whole and not decode

@@ -8,7 +8,9 @@ steps: a cancelled request costs one more step at most.
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,7 +43,6 @@ from sparkd.ipc.routing import Routed, RoutingRing
 from sparkd.ipc.sockets import Channel
 from sparkd.models import build_program
 from sparkd.store.arena import Arena
-from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.backend import Backend, NativeBackend
 from sparkd.worker.desk import Desk, Prepare, Texts
 from sparkd.worker.engine import Engine, Routing
@@ -158,10 +159,16 @@ class WorkerServer:
     def _build(self, model: str, arena: Arena, texts: Texts) -> Parts:
         settings, program = self._settings, arena.program
         layout = StateLayout.of(program, 2 if settings.kv.type == "f16" else 4)
-        size = PoolSize.worst_case(layout, settings.limits.sequences, self._room(program).positions, STEP_ROWS)
-        pool = StatePool(layout, size, STEP_ROWS)
-        backend = self._open_backend(model, arena, layout, size)
-        scheduler = Scheduler(STEP_ROWS, settings.scheduler.max_step_ms / 1000, arena.layout.partial)
+        sequences, positions = settings.limits.sequences, self._room(program).positions
+        size_for = functools.partial(PoolSize.worst_case, layout, sequences, positions)
+        backend = self._open_backend(model, arena, layout, size_for)
+        pool = StatePool(layout, backend.size, backend.rows)
+        scheduler = Scheduler(
+            backend.rows,
+            settings.scheduler.max_step_ms / 1000,
+            least_rows=backend.least_rows,
+            alone_whole=arena.layout.partial or settings.worker.device == "cuda",
+        )
         engine = Engine(
             backend.executor,
             pool,
@@ -172,16 +179,18 @@ class WorkerServer:
             steps=arena.directory.step_counter(_WORKER),
             routed=self._report_routing,
         )
-        return Parts(model, arena, texts, size, pool, scheduler, engine, backend)
+        return Parts(model, arena, texts, backend.size, pool, scheduler, engine, backend)
 
-    def _open_backend(self, model: str, arena: Arena, layout: StateLayout, size: PoolSize) -> Backend:
+    def _open_backend(
+        self, model: str, arena: Arena, layout: StateLayout, size_for: Callable[[int], PoolSize]
+    ) -> Backend:
         settings, child = self._settings, self._child
         if settings.worker.device == "cuda":
             from sparkd.worker.device_backend import DeviceBackend
 
             context = self._room(arena.program).positions
-            return DeviceBackend(open_device(), model, settings, arena, layout, size, context, child.wake)
-        return NativeBackend(settings, arena, layout, size, self._store, _WORKER, child.went_on)
+            return DeviceBackend(open_device(), model, settings, arena, layout, size_for, context, child.wake)
+        return NativeBackend(settings, arena, layout, size_for, self._store, _WORKER, child.went_on)
 
     # ---- serving ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from pairs import loaded
 from sparkd.config import KvSettings, LimitSettings, Settings
 from sparkd.graph.state import StateLayout
 from sparkd.residency.device_budget import CARD_MARGIN, RESERVE_PARTS
-from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.device_backend import DeviceBackend
 from sparkd.worker.state import PoolSize
 
@@ -64,9 +64,9 @@ def card_for(path: Path, share: float) -> int:
     settings = Settings(limits=LimitSettings(**LIMITS), kv=KvSettings("f32"))
     with loaded(path) as arena:
         layout = StateLayout.of(arena.program, 4)
-        size = PoolSize.worst_case(layout, LIMITS["sequences"], LIMITS["context"], STEP_ROWS)
+        size_for = functools.partial(PoolSize.worst_case, layout, LIMITS["sequences"], LIMITS["context"])
         made = DeviceBackend(
-            HostDevice(size=64 * MIB), "", settings, arena, layout, size, LIMITS["context"], lambda: None
+            HostDevice(size=64 * MIB), "", settings, arena, layout, size_for, LIMITS["context"], lambda: None
         )
         made.close()
         records = arena.layout.records_bytes

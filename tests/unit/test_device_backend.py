@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from counting_device import CountingDevice
 from sparse_models import make_full
 
 from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings
 from sparkd.errors import BudgetError
+from sparkd.executors.cuda_counted import CountingDevice
 from sparkd.graph.state import StateLayout
 from sparkd.ipc.directory import Entry, State
 from sparkd.ipc.memory import Region
+from sparkd.planning.shape import Shape
+from sparkd.residency import device_budget
 from sparkd.residency.budget import GIB
-from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN
+from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RING_SLOTS
 from sparkd.store.arena import Arena
 from sparkd.store.layout import ArenaLayout
 from sparkd.store.plan import open_model
-from sparkd.store.planned import STEP_ROWS
 from sparkd.worker.device_backend import DeviceBackend
 from sparkd.worker.state import PoolSize
 
@@ -49,17 +51,21 @@ def untouched(settings: Settings) -> Iterator[Arena]:
         yield arena
 
 
-@contextmanager
-def backend(device: CountingDevice, path: Path, vram_gib: float) -> Iterator[DeviceBackend]:
-    settings = Settings(
+def settings_for(path: Path, vram_gib: float) -> Settings:
+    return Settings(
         model=ModelSettings(str(path)),
         memory=MemorySettings(vram_gib=vram_gib),
         limits=LimitSettings(context=CONTEXT, sequences=1),
     )
+
+
+@contextmanager
+def backend(device: CountingDevice, path: Path, vram_gib: float) -> Iterator[DeviceBackend]:
+    settings = settings_for(path, vram_gib)
     with untouched(settings) as arena:
         layout = StateLayout.of(arena.program, 2)
-        size = PoolSize.worst_case(layout, 1, CONTEXT, STEP_ROWS)
-        made = DeviceBackend(device, "full", settings, arena, layout, size, CONTEXT, lambda: None)
+        size_for = functools.partial(PoolSize.worst_case, layout, 1, CONTEXT)
+        made = DeviceBackend(device, "full", settings, arena, layout, size_for, CONTEXT, lambda: None)
         yield made
         made.close()
 
@@ -68,12 +74,13 @@ def backend(device: CountingDevice, path: Path, vram_gib: float) -> Iterator[Dev
     ("arch", "share", "gib"), [("laguna", 0.6, 14.6), ("qwen35moe", 0.5, 13.3)], ids=["laguna", "qwen35moe"]
 )
 def test_the_published_shares_fit_into_the_published_bytes_of_a_16_gib_card(
-    arch: str, share: float, gib: float, full: Callable[[str], Path]
+    arch: str, share: float, gib: float, full: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the driver's part: with it all is still well within what such a card has.
 
-    Published are tenths of a GiB, so half of one is no more than they say.
+    Published are tenths of a GiB, so half of one is no more than they say. Longer steps of prompts would take of that.
     """
+    monkeypatch.setattr(device_budget, "ROWS", device_budget.ROWS[:1])
     gib += 0.05
     device = CountingDevice(16 * GIB, CARD_CONTEXT)
     with backend(device, full(arch), gib + CARD_CONTEXT / GIB) as made:
@@ -85,6 +92,27 @@ def test_the_published_shares_fit_into_the_published_bytes_of_a_16_gib_card(
         assert device.bytes <= border["used_bytes"] <= border["limit_bytes"] == int(gib * GIB)
         assert device.bytes + CARD_CONTEXT <= 16 * GIB * (1 - CARD_MARGIN)
         assert made.tiers() == [], "told once"
+
+
+@pytest.mark.parametrize("gib", [6, 8, 12])
+@pytest.mark.parametrize("arch", ["laguna", "qwen35moe"])
+def test_what_is_planned_is_what_a_worker_takes_within_one_percent(
+    arch: str, gib: int, full: Callable[[str], Path]
+) -> None:
+    """Also of what it takes beside slots, and with steps of prompts as long as those that were planned."""
+    device = CountingDevice(gib * GIB, CARD_CONTEXT)
+    settings = settings_for(full(arch), gib)
+    planned = Shape.open(settings).device(settings, gib * GIB - int(gib * GIB * CARD_MARGIN), RING_SLOTS)
+    with backend(device, full(arch), 0) as made:
+        took = made.status()["device"]["used_bytes"] + CARD_CONTEXT
+        sizes, slabs = made._tier.slabs(), made._arena.layout.slabs
+        slots = sum(size.slots * slab.record_bytes for size, slab in zip(sizes, slabs, strict=True))
+        assert took == pytest.approx(planned.used, rel=0.01)
+        beside, needs = took - slots, planned.needs
+        assert beside == pytest.approx(needs.fixed, rel=0.01)
+        print(f"{arch}, {gib} GiB: {needs.rows} rows, {planned.residency:.1%}, {took / planned.used - 1:+.2%}")
+        assert made.rows == needs.rows and made.size.bytes(made.executor._layout) == needs.kv + needs.state
+        assert made.least_rows == (512 if planned.residency < 1 else 1)
 
 
 def test_without_a_limit_all_but_a_margin_is_used_and_never_more(full: Callable[[str], Path]) -> None:

@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.residency.budget import GIB
-from sparkd.residency.device_budget import CARD_MARGIN, DeviceNeeds, Stack, allowance, divide, slab_sizes, usable
+from sparkd.residency.device_budget import (
+    CARD_MARGIN,
+    ROWS,
+    ROWS_SHARE,
+    DeviceNeeds,
+    Stack,
+    allowance,
+    choose_step,
+    divide,
+    slab_sizes,
+    step_rows,
+    usable,
+)
 
 MIB = 1 << 20
 stacks = st.lists(st.builds(Stack, st.integers(1, 64), st.integers(1, 4 * MIB)), max_size=6).map(tuple)
@@ -113,3 +125,28 @@ def test_a_card_that_reports_more_free_memory_than_it_has_or_none_is_clamped_and
     free, total, margin, expected, said
 ):
     assert usable(free, total, margin) == (expected, said)
+
+
+@given(st.integers(0, 3000), st.integers(0, 40), st.integers(0, 40))
+def test_a_longer_step_takes_few_slots_and_never_the_last_expert(limit, workspace, window):
+    """All in MiB: 500 of core, 2048 of experts; `workspace` and `window` for 512 rows each."""
+
+    def divided(rows):
+        taken, kv = (part * MIB * rows // ROWS[0] for part in (workspace, window))
+        needs = DeviceNeeds(0, 500 * MIB, kv, 0, taken, (Stack(256, 2 * MIB),) * 4, rows)
+        return divide(needs, limit * MIB, 32, 16)
+
+    shortest, chosen = divided(ROWS[0]), choose_step(map(divided, ROWS))
+    if shortest.missing:
+        assert chosen == shortest
+    assert chosen.slots_bytes >= shortest.slots_bytes * (1 - ROWS_SHARE)
+    assert (chosen.residency == 1) == (shortest.residency == 1)
+    for rows in ROWS[ROWS.index(chosen.needs.rows) + 1 :]:
+        longer = divided(rows)
+        lost = shortest.slots_bytes - longer.slots_bytes
+        assert longer.missing or lost > shortest.slots_bytes * ROWS_SHARE or (lost and shortest.residency == 1)
+
+
+def test_no_step_is_longer_than_a_sequence():
+    assert step_rows(64) == step_rows(1000) == ROWS[:1]
+    assert step_rows(2047) == ROWS[:2] and step_rows(1 << 20) == ROWS

@@ -106,7 +106,7 @@ def test_the_stage_of_a_sequence_follows_from_what_was_read() -> None:
 
 
 def test_where_experts_are_read_from_the_disk_a_chunk_that_nobody_waits_for_is_as_long_as_it_can_be():
-    scheduler = Scheduler(512, 0.25, reads_experts=True)
+    scheduler = Scheduler(512, 0.25, alone_whole=True)
     prompt = sequence(1, 2000, 0)
     step = scheduler.plan([prompt])
     assert step.chunk.rows == 512
@@ -116,3 +116,20 @@ def test_where_experts_are_read_from_the_disk_a_chunk_that_nobody_waits_for_is_a
     assert (len(mixed.decode), mixed.chunk.rows) == (1, FIRST_CHUNK)
     scheduler.measured(mixed, 1.0)
     assert scheduler.plan([sequence(2, 5, 5), prompt]).chunk.rows < FIRST_CHUNK
+
+
+def test_on_a_card_a_chunk_beside_others_is_never_shorter_than_what_takes_no_less_time():
+    """Each brings all experts that no slot holds: half as many rows would take as long, twice as often."""
+    scheduler = Scheduler(2048, 0.25, least_rows=512, alone_whole=True)
+    prompt, other = sequence(1, 9000, 0), sequence(2, 5, 5)
+    assert scheduler.plan([prompt]).chunk.rows == 2048
+    for seconds in (1.0, 0.3, 5.0):
+        step = scheduler.plan([other, prompt])
+        assert step.chunk.rows == 512
+        scheduler.measured(step, seconds)
+    for rows in (512, 1024, 2047):
+        step = scheduler.plan([other, prompt])
+        assert step.chunk.rows == rows
+        scheduler.measured(step, 0.1)
+    scheduler.measured(scheduler.plan([other, prompt]), 0.5)
+    assert 512 < scheduler.plan([other, prompt]).chunk.rows < 2047
