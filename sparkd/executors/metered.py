@@ -10,10 +10,14 @@ _GRAIN = 512
 
 
 class Metered:
-    """Implements `Device` on another one: `used` bytes are allocated now, `limit` at most; else BudgetError."""
+    """Implements `Device` on another one: `used` bytes are allocated now, `limit` at most; else BudgetError.
 
-    def __init__(self, device: Device, limit: int) -> None:
+    `free`: words about what of the card others had left when the limit was made.
+    """
+
+    def __init__(self, device: Device, limit: int, free: str = "") -> None:
         self.limit = limit
+        self.free_at_first = free
         self.used = 0
         self.context = device.context
         self._device = device
@@ -33,7 +37,8 @@ class Metered:
         taken = -(-size // _GRAIN) * _GRAIN
         if self.used + taken > self.limit:
             raise BudgetError(
-                f"needs more than the {self.limit} bytes of GPU memory that may be used: {size} beside {self.used}",
+                f"needs more than the {self.limit} bytes of GPU memory that may be used{self.free_at_first}:"
+                f" {size} beside {self.used}",
                 where="memory.vram_gib",
                 fix="lower limits.context or limits.sequences, or give it more",
             )

@@ -92,7 +92,7 @@ class DeviceBackend:
         if note:
             _log.warning("%s", note)
         self._margin = int(total * CARD_MARGIN)
-        self._device = Metered(device, limit)
+        self._device = Metered(device, limit, f" ({free / GIB:.2f} of {total / GIB:.2f} GiB were free)")
         self.rows = _choose_rows(limit, arena, layout, size_for, context)
         self.size = size_for(self.rows)
         executor = CudaExecutor(
@@ -273,7 +273,7 @@ def _divide(device: Metered, arena: Arena, state: int) -> DeviceBudget:
     if budget.missing:
         raise BudgetError(
             f"needs {budget.used / GIB:.2f} GiB of GPU memory before the first expert, {device.limit / GIB:.2f} GiB may"
-            " be used",
+            f" be used{device.free_at_first}",
             where="memory.vram_gib",
             fix="lower limits.context or limits.sequences, or give it more",
         )

@@ -130,7 +130,10 @@ def test_without_a_limit_all_but_a_margin_is_used_and_never_more(full: Callable[
 def test_a_card_that_is_too_small_is_refused_in_one_line(full: Callable[[str], Path]) -> None:
     for gib in (1.0, 2.0):
         with (
-            pytest.raises(BudgetError, match=r"^memory\.vram_gib: needs .* of GPU memory.*; lower limits\.context"),
+            pytest.raises(
+                BudgetError,
+                match=r"^memory\.vram_gib: needs .* of GPU memory.* of 16\.00 GiB were free.*; lower limits\.context",
+            ),
             backend(CountingDevice(16 * GIB, CARD_CONTEXT), full("laguna"), gib),
         ):
             pass
