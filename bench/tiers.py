@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ def disk_speed(model: ModelFile, program: Program, layout: ArenaLayout) -> float
         for page in range(memory.size // HUGE_PAGE):
             with suppress(OSError):
                 memory.mapping.make_huge(page)
-        readers = Readers(EXPRESS)
+        readers = Readers(EXPRESS, {file.direct: astuple(file.identity) for file in files})
         start = time.perf_counter()
         for job in range(_READS):
             layer = chance.randrange(len(layout.layers))

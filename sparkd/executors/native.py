@@ -23,6 +23,7 @@ from sparkd.executors.check import check_batch
 from sparkd.executors.weights import Piece, Weights
 from sparkd.gguf.formats import Arithmetic, Format
 from sparkd.graph import ops
+from sparkd.graph.plan import overtakers
 from sparkd.graph.plan import plan as plan_values
 from sparkd.graph.program import Program
 from sparkd.graph.state import StateLayout
@@ -68,7 +69,8 @@ class NativeExecutor:
     ) -> None:
         """With a stager the addresses of records are the stager's; else `weights` has all of them."""
         module = native(isa)
-        values = plan_values(program, keep)
+        behind = overtakers(program)
+        values = plan_values(program, keep, overtaken=behind)
         self._program = program
         self._layout = layout
         self._memory = memory
@@ -81,8 +83,9 @@ class NativeExecutor:
         lowering = _Lowering(self._plan, module, program, weights, layout)
         for value, offset in values.offsets.items():
             lowering.place(value, offset)
-        for op in program.ops:
+        for index, op in enumerate(program.ops):
             lowering.lower(op)
+            self._plan.overtakers(behind.get(index, 0))
         self._plan.state(
             [p.ctypes.data for p in memory.pages],
             [g.page_bytes for g in layout.groups],
@@ -143,12 +146,14 @@ class NativeExecutor:
     def _bring(self, layer: int, decode: list[int], prefill: list[int]) -> float:
         """Have the experts of a paused step computed: those that are there while the absent ones come, then those.
 
+        Also what follows and needs none of them, the shared expert.
+
         The seconds that were spent waiting.
         """
         if self._stager is None:
             raise RuntimeError(f"experts {decode + prefill} of expert layer {layer} have no address")
         self._stager.request(layer, decode, prefill)
-        self._plan.compute([], [])
+        self._plan.meanwhile()
         waited_s = 0.0
         began = time.monotonic()
         try:

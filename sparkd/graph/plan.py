@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from sparkd.graph.ops import Op, Value
+from sparkd.graph.ops import Experts, Op, Value
 from sparkd.graph.program import Program
 
 #: Places begin at multiples of this, so that every row block starts on a cache line.
@@ -49,12 +49,29 @@ def written(op: Op) -> Value | None:
     return out if isinstance(out, Value) else None
 
 
+def overtakers(program: Program) -> dict[int, int]:
+    """For each experts operation, by its index: how many behind it do without its result, so may run before its end.
+
+    No other experts operation is among them.
+    """
+    found = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Experts):
+            behind = enumerate(program.ops[index + 1 :])
+            found[index] = next((n for n, later in behind if op.out in reads(later) or isinstance(later, Experts)), 0)
+    return found
+
+
 def lifetimes(
-    program: Program, keep: Collection[Value] = (), groups: Sequence[Sequence[Op]] | None = None
+    program: Program,
+    keep: Collection[Value] = (),
+    groups: Sequence[Sequence[Op]] | None = None,
+    overtaken: Mapping[int, int] | None = None,
 ) -> tuple[Lifetime, ...]:
     """Lifetime of every value, in order of writing; values in `keep` live to the end of the step.
 
-    `groups`: operations that run together, and so count as one; by default each is a group of its own.
+    `groups`: operations that run together, and so count as one; by default each is a group of its own. `overtaken`: of
+    some, by index, how many behind them may run before their end: what they read lives as long.
 
     Raises ValueError for a value that is read before it is written, written twice, or kept but never written.
     """
@@ -65,7 +82,7 @@ def lifetimes(
         for value in reads(op):
             if value not in first:
                 raise ValueError(f"operation {index} reads {value.name} before any operation writes it")
-            last[value] = index
+            last[value] = max(last[value], index + (overtaken or {}).get(index, 0))
         out = written(op)
         if out is not None:
             if out in first:
@@ -84,6 +101,7 @@ def plan(
     groups: Sequence[Sequence[Op]] | None = None,
     unwritten: Collection[Value] = (),
     rooms: Mapping[int, int] | None = None,
+    overtaken: Mapping[int, int] | None = None,
 ) -> Plan:
     """Place every value at the lowest offset that no value living at the same time occupies (`lifetimes`).
 
@@ -109,7 +127,7 @@ def plan(
         return offset
 
     left = sorted((rooms or {}).items())
-    lives = [life for life in lifetimes(program, keep, groups) if life.value not in unwritten]
+    lives = [life for life in lifetimes(program, keep, groups, overtaken) if life.value not in unwritten]
     for life in lives:
         while left and left[0][0] < life.first:
             group, size = left.pop(0)

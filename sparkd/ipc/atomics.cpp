@@ -6,8 +6,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace nb = nanobind;
 
@@ -31,8 +37,29 @@ static void copy(const ReadOnlyWords& words, const Words& out) {
     for (std::size_t i = 0; i < words.shape(0); ++i) out.data()[i] = __atomic_load_n(words.data() + i, __ATOMIC_SEQ_CST);
 }
 
+// The kernel waits on 32 bits: those of the word that change with each ring. Processors that sparkd runs on have them first.
+static const std::uint32_t* bell(const std::uint64_t* word) { return reinterpret_cast<const std::uint32_t*>(word); }
+
+static void ring(const Words& words, std::size_t index) {
+    if (index >= words.shape(0)) throw nb::index_error("word outside the buffer");
+    __atomic_fetch_add(words.data() + index, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, bell(words.data() + index), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+static void wait(const ReadOnlyWords& words, std::size_t index, std::uint64_t seen, double seconds) {
+    if (index >= words.shape(0)) throw nb::index_error("word outside the buffer");
+    const std::uint64_t* word = words.data() + index;
+    const auto whole = static_cast<std::time_t>(seconds);
+    const timespec patience = {whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
+    nb::gil_scoped_release unlocked;
+    syscall(SYS_futex, bell(word), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &patience, nullptr, 0);
+}
+
 NB_MODULE(_atomics, m) {
     m.def("load", &load, nb::arg("words"), nb::arg("index"), "The word.");
     m.def("store", &store, nb::arg("words"), nb::arg("index"), nb::arg("value"), "Set the word.");
     m.def("copy", &copy, nb::arg("words"), nb::arg("out"), "Load every word, one after another, into `out`.");
+    m.def("ring", &ring, nb::arg("words"), nb::arg("index"), "Add one to the word, and wake all who wait for that.");
+    m.def("wait", &wait, nb::arg("words"), nb::arg("index"), nb::arg("seen"), nb::arg("seconds"),
+          "Wait until the word is rung, or time or a signal ends that; not at all if it is not what was seen.");
 }

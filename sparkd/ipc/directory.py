@@ -4,7 +4,10 @@ A part of the arena, page-aligned, little endian:
 
     0       magic u64, version u32, layers u32, experts u32 (of the layer with most), workers u32
     4096    for each worker one cache line: steps begun u64, steps ended u64 (written by that worker alone)
+    64      bell u64, which the store rings whenever a copy into a slot is complete
     8192    for each (expert layer, expert) one word u64 (written by the store alone)
+    then    for each slot, of all slabs in a row, the last complete filling, plus one, u64 (written by the store
+            alone): as there are no more slots than records, there is room for as many as there are words
 
     word    bits 62-63 state, bits 32-61 generation (counts the fillings of the slot, wraps), bits 0-31 slot
 
@@ -13,7 +16,8 @@ A part of the arena, page-aligned, little endian:
        ▲                         │                          │
        └────── load failed ──────┴───── publish(ABSENT) ────┘
 
-A slot is a number within the slab of the record's layer. A reader that sees RESIDENT sees the record's bytes too, and
+A slot is a number within the slab of the record's layer; fillings are told by its number among the slots of all slabs.
+Whoever leases a filling may read it once it is complete. A reader that sees RESIDENT sees the record's bytes too, and
 may read them until the end of the step that it has begun before it looked. For that, a worker counts its step as begun
 before it loads a word, and the store retracts a word before it loads the counters: all accesses are sequentially
 consistent, so that a step which still sees the word is seen by the store (`sparkd.residency.epochs`).
@@ -35,11 +39,12 @@ from sparkd.ipc.memory import Region
 from sparkd.residency.epochs import Steps
 from sparkd.residency.slots import GENERATIONS
 
-VERSION = 1
+VERSION = 2
 #: Workers whose step counters have a place.
 WORKERS = 16
 _MAGIC = int.from_bytes(b"SPKDIREC", "little")
 _HEADER = struct.Struct("<QIIII")
+_BELL = 64
 _COUNTERS = 4096
 _WORDS = 8192
 #: u64 words from one worker's counters to the next: a cache line.
@@ -100,13 +105,18 @@ class Directory:
         self.layers = layers
         self.experts = experts
         self._words: NDArray[np.uint64] = region.array(offset + _WORDS, layers * experts, np.uint64)
+        self._fillings: NDArray[np.uint64] = region.array(
+            offset + _WORDS + layers * experts * 8, layers * experts, np.uint64
+        )
+        self._bell: NDArray[np.uint64] = region.array(offset + _BELL, 1, np.uint64)
+        self._fillings_at, self._bell_at = self._fillings.ctypes.data, self._bell.ctypes.data
         self._counters: NDArray[np.uint64] = region.array(offset + _COUNTERS, WORKERS * _LINE, np.uint64)
         self._last: tuple[bytes, list[Steps]] = b"", []
 
     @staticmethod
     def size(layers: int, experts: int) -> int:
         """Bytes a directory takes."""
-        return _WORDS + layers * experts * 8
+        return _WORDS + 2 * layers * experts * 8
 
     @staticmethod
     def create(region: Region, offset: int, layers: int, experts: int) -> Directory:
@@ -136,6 +146,34 @@ class Directory:
         words = np.empty(self.layers * self.experts, np.uint64)
         _atomics.copy(self._words, words)
         return words.reshape(self.layers, self.experts)
+
+    def filled(self, slot: int, generation: int) -> None:
+        """Say that this filling of a slot is complete, and ring unless that is known. The store alone does this."""
+        if not self.holds(slot, generation):
+            _atomics.store(self._fillings, slot, generation + 1)
+            _atomics.ring(self._bell, 0)
+
+    def holds(self, slot: int, generation: int) -> bool:
+        """Whether this filling of a slot is complete, and none was since."""
+        return _atomics.load(self._fillings, slot) == generation + 1
+
+    def last_filling(self) -> int:
+        """The highest generation of all fillings that are complete; 0: there is none."""
+        fillings = np.empty(self.layers * self.experts, np.uint64)
+        _atomics.copy(self._fillings, fillings)
+        return max(int(fillings.max(initial=0)) - 1, 0)
+
+    def told_at(self, slot: int, generation: int) -> tuple[int, int, int]:
+        """What `filled` does, for other code of this process: address of the filling, its value, that of the bell."""
+        return self._fillings_at + 8 * slot, generation + 1, self._bell_at
+
+    def rung(self) -> int:
+        """How often the bell was rung."""
+        return _atomics.load(self._bell, 0)
+
+    def listen(self, rung: int, seconds: float) -> None:
+        """Wait until the bell was rung more often than that, or for so long; now and then shorter."""
+        _atomics.wait(self._bell, 0, rung, seconds)
 
     def step_counter(self, worker: int) -> StepCounter:
         """For worker number `worker` (below `WORKERS`) to count its steps with."""

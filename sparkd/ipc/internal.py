@@ -262,7 +262,8 @@ class Stage:
 class Staged:
     """Slot and generation of each record asked for, in order, leased until Release(lease).
 
-    With an error there is no lease. `refused`: the record (expert layer, expert) that cannot be read, if that is why.
+    Each can be read once the directory says that this filling of its slot is complete. With an error there is no lease,
+    or no more. `refused`: the record (expert layer, expert) that cannot be read, if that is why.
     """
 
     batch: int

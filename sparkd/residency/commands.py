@@ -53,6 +53,14 @@ class Retract:
 
 
 @dataclass(frozen=True, slots=True)
+class Lend:
+    """A lease has these places for its records, and will be granted; one whose copy is complete can be read already."""
+
+    lease: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """The records of a lease can be read at these places, in the order they were asked for, until it is released."""
 
@@ -69,4 +77,4 @@ class Refuse:
     reason: str
 
 
-Command = Copy | Hurry | Cancel | Publish | Retract | Grant | Refuse
+Command = Copy | Hurry | Cancel | Publish | Retract | Lend | Grant | Refuse

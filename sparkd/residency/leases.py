@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sparkd.residency.slots import Record, Slot
+from sparkd.residency.slots import Place, Record, Slot
 
 
 class Use(Enum):
@@ -52,6 +52,11 @@ class Lease:
     records: tuple[Record, ...]
     slots: dict[Record, Slot] = field(default_factory=dict)
     copying: int = 0
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where its records are, or will be, in the order they were asked for."""
+        return tuple(self.slots[record].place for record in self.records)
 
     @property
     def state(self) -> LeaseState:

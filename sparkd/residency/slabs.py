@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sparkd.residency.ring import Heats, Ring
@@ -68,8 +69,8 @@ class Slab:
     """The slots of one size and the queues in front of them.
 
     `returning` counts ordinary slots that become free without another eviction; `hot` counts slots of hot records and
-    hot records that wait. `entering` and `leaving` are what a placement has yet to swap. `size` is without `closed`
-    slots: those are given up, and stay FREE once they are, until they are opened.
+    hot records that wait. `entering` and `leaving` are what a placement has yet to swap to its `target`. `size` is
+    without `closed` slots: those are given up, and stay FREE once they are, until they are opened.
     """
 
     def __init__(self, number: int, size: SlabSize, records: int, heats: Heats[Record]) -> None:
@@ -88,6 +89,7 @@ class Slab:
         self.ring_wants: OrderedDict[Record, None] = OrderedDict()
         self.entering: OrderedDict[Record, None] = OrderedDict()
         self.leaving: OrderedDict[Record, None] = OrderedDict()
+        self.target: frozenset[Record] = frozenset()
 
     def doubt(self, generation: int) -> None:
         """Take every slot for one that somebody may read, in a filling of `generation` at most."""
@@ -136,14 +138,32 @@ class Slab:
         elif not closed:
             self.free.append(slot)
 
-    def close(self, slot: Slot) -> None:
-        """Give up an ordinary slot: it is FREE, or about to be parted from its record."""
-        if slot.state is SlotState.FREE:
-            self.free.remove(slot)
-        elif slot.state is SlotState.DRAINING:
-            self.returning -= 1
-        self.closed.add(slot)
-        self.size = replace(self.size, slots=self.size.slots - 1)
+    def close(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Give up those of these slots that are ordinary, not leased and not copied to; residents are to be retracted.
+
+        The placement wants no more than there is room for then.
+        """
+        residents = []
+        for slot in slots:
+            if slot in self.closed or slot.reserve or slot.leases:
+                continue
+            if slot.state is SlotState.RESIDENT:
+                if slot.hot:
+                    self.cool(slot)
+                else:
+                    self.ring.remove(slot.owner)
+                residents.append(slot)
+            elif slot.state is SlotState.FREE:
+                self.free.remove(slot)
+            elif slot.state is SlotState.DRAINING:
+                self.returning -= 1
+            else:
+                continue
+            self.closed.add(slot)
+            self.size = replace(self.size, slots=self.size.slots - 1)
+        while self.entering and self.hot - len(self.leaving) + len(self.entering) > self.size.ordinary:
+            self.entering.popitem()
+        return residents
 
     def open(self, slot: Slot) -> None:
         """Take back a slot that was given up. RuntimeError when it was not, or is not FREE yet."""
@@ -170,6 +190,51 @@ class Slab:
         del self.reserve[slot]
         slot.turn(SlotState.COPIED)
         return slot
+
+    # ---- the hot set ----
+
+    def aim(self, ranked: Sequence[Record]) -> None:
+        """Take another target, the most wanted first: what waits and is not in it goes, the rest are swaps to come."""
+        self.target = frozenset(ranked)
+        for record in [record for record in self.hot_wants if record not in self.target]:
+            del self.hot_wants[record]
+            self.hot -= 1
+        hot = OrderedDict.fromkeys(slot.owner for slot in self.slots if slot.hot)
+        self.entering = OrderedDict.fromkeys(r for r in ranked if r not in hot and r not in self.hot_wants)
+        self.leaving = OrderedDict.fromkeys(record for record in hot if record not in self.target)
+
+    def promote(self, record: Record, slot: Slot | None) -> None:
+        """Have a record enter the hot set, in the slot that it has or, without one, once it gets one."""
+        self.hot += 1
+        if slot is None:
+            self.ring_wants.pop(record, None)
+            self.hot_wants[record] = None
+            return
+        slot.hot = True
+        if slot.state is SlotState.RESIDENT:
+            self.ring.remove(record)
+
+    def demote(self, slot: Slot) -> None:
+        """Have the record of a slot leave the hot set for the ring."""
+        self.hot -= 1
+        slot.hot = False
+        if slot.state is SlotState.RESIDENT:
+            self.ring.add(slot.owner)
+
+    def cool(self, slot: Slot) -> None:
+        """Take a slot that is about to lose its record out of the hot set."""
+        if slot.hot:
+            slot.hot = False
+            self.not_hot(slot.owner)
+
+    def not_hot(self, record: Record) -> None:
+        """A hot record did not make it: if the placement still wants it, a later swap tries again."""
+        self.hot -= 1
+        self.leaving.pop(record, None)
+        if record in self.target:
+            self.entering[record] = None
+
+    # ---- how much there is ----
 
     @property
     def ring_room(self) -> int:

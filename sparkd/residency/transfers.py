@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Lend, Publish, Refuse, Retract
 from sparkd.residency.epochs import Adopted, Epochs, Steps
 from sparkd.residency.leases import Counts, Lease, LeaseState, Use
 from sparkd.residency.placement import Placement, PlacementError
@@ -47,7 +47,6 @@ class Residency:
         self._copying: dict[Slot, Copy] = {}
         self._sources: dict[Slot, Slot] = {}
         self._residents = [0] * len(layers)
-        self._target: frozenset[Record] = frozenset()
         self._leases: dict[int, Lease] = {}
         self._waiting: OrderedDict[int, Lease] = OrderedDict()
         self._last_lease = 0
@@ -147,20 +146,8 @@ class Residency:
                 most = slab.size.hot(placement.ring)
                 raise PlacementError(f"{count} hot records of one size, beside the ring there is room for {most}")
         self._heats.set_half_life(placement.half_life)
-        self._target = frozenset(ranked)
-        for slab in self._slabs:
-            for record in [record for record in slab.hot_wants if record not in self._target]:
-                del slab.hot_wants[record]
-                slab.hot -= 1
-            slab.entering.clear()
-            slab.leaving.clear()
-        hot = self.hot()
-        for record in ranked:
-            if record not in hot:
-                self._slab(record).entering[record] = None
-        for record, slot in self._homes.items():
-            if slot.hot and record not in self._target:
-                self._slab(record).leaving[record] = None
+        for number, slab in enumerate(self._slabs):
+            slab.aim([record for record in ranked if self._layers[record.layer].slab == number])
 
     def swap(self, limit: int) -> list[Command]:
         """Take at most `limit` steps towards the placement: a record leaves the hot set, another enters, or both.
@@ -170,9 +157,10 @@ class Residency:
         for slab in self._slabs:
             while limit > 0 and (slab.entering or slab.leaving):
                 if slab.leaving:
-                    self._demote(slab, slab.leaving.popitem(last=False)[0])
+                    slab.demote(self._homes[slab.leaving.popitem(last=False)[0]])
                 if slab.entering:
-                    self._promote(slab, slab.entering.popitem(last=False)[0])
+                    record, _ = slab.entering.popitem(last=False)
+                    slab.promote(record, self._homes.get(record))
                 limit -= 1
         return self._settle()
 
@@ -183,7 +171,7 @@ class Residency:
         slab.ring_wants.pop(record, None)
         if record in slab.hot_wants:
             del slab.hot_wants[record]
-            self._not_hot(slab, record)
+            slab.not_hot(record)
         elif slot is not None and slot.state is SlotState.COPYING and not slot.leases:
             self._abandon(slot)
         return self._settle()
@@ -196,21 +184,8 @@ class Residency:
         """
         slab = self._slabs[number]
         closing = [slab.slots[slot] for slot in slots]
-        for slot in closing:
-            if slot in slab.closed or slot.reserve or slot.leases:
-                continue
-            if slot.state is SlotState.RESIDENT:
-                record = slot.owner
-                if slot.hot:
-                    self._cool(slab, slot)
-                else:
-                    slab.ring.remove(record)
-                slab.close(slot)
-                self._retract(slab, slot)
-            elif slot.state in (SlotState.FREE, SlotState.DRAINING):
-                slab.close(slot)
-        while slab.entering and slab.hot - len(slab.leaving) + len(slab.entering) > slab.size.ordinary:
-            slab.entering.popitem()
+        for slot in slab.close(closing):
+            self._retract(slab, slot)
         commands = self._settle()
         return all(slot in slab.closed and slot.state is SlotState.FREE for slot in closing), commands
 
@@ -233,13 +208,15 @@ class Residency:
             self._slabs[slot.slab].empty(slot)
             return self._settle()
         slot.turn(SlotState.COPIED)
-        if not slot.reserve:
-            self._copied.append(slot)
         for number in slot.leases:
             lease = self._leases[number]
             lease.copying -= 1
             if not lease.copying:
                 self._grant(lease)
+        if slot.reserve:
+            self._let_go(slot)
+        else:
+            self._copied.append(slot)
         return self._settle()
 
     def failed(self, copy: Copy, reason: str) -> list[Command]:
@@ -249,7 +226,7 @@ class Residency:
         if slot.state is SlotState.COPYING:
             record = slot.owner
             del (self._staged if slot.reserve else self._homes)[record]
-            self._cool(slab, slot)
+            slab.cool(slot)
             for number in sorted(slot.leases):
                 lease = self._leases[number]
                 del lease.slots[record]
@@ -427,27 +404,30 @@ class Residency:
                     self._commands.append(Hurry(self._copying[slot]))
             slot.leases.add(lease.number)
         lease.slots = slots
-        if not lease.copying:
+        if lease.copying:
+            self._commands.append(Lend(lease.number, lease.places))
+        else:
             self._grant(lease)
         return True
 
     def _grant(self, lease: Lease) -> None:
-        self._commands.append(Grant(lease.number, tuple(lease.slots[record].place for record in lease.records)))
+        self._commands.append(Grant(lease.number, lease.places))
 
     def _drop(self, lease: Lease) -> None:
-        """End a lease; its slots of the reserve are free unless others lease them or a copy is under way."""
+        """End a lease; its slots of the reserve are free unless others lease them or a copy is under way.
+
+        A copy to the reserve goes on: what was read may be there already, and only be told later.
+        """
         del self._leases[lease.number]
         self._waiting.pop(lease.number, None)
         for slot in lease.slots.values():
             slot.leases.remove(lease.number)
-            if slot.reserve and slot.state is SlotState.COPYING and not slot.leases:
-                self._abandon(slot)
-            elif slot.reserve:
+            if slot.reserve:
                 self._let_go(slot)
 
     def _let_go(self, slot: Slot) -> None:
         """A copied slot of the reserve is free once it is neither leased nor copied from."""
-        if not slot.leases and not slot.sources:
+        if slot.state is SlotState.COPIED and not slot.leases and not slot.sources:
             del self._staged[slot.owner]
             self._slabs[slot.slab].empty(slot)
 
@@ -462,44 +442,13 @@ class Residency:
         """Cancel a copy; the slot is free when the copy has ended."""
         slab = self._slabs[slot.slab]
         self._commands.append(Cancel(self._copying[slot]))
-        del (self._staged if slot.reserve else self._homes)[slot.owner]
-        self._cool(slab, slot)
+        del self._homes[slot.owner]
+        slab.cool(slot)
         slab.part(slot, SlotState.CANCELLING)
 
     def _want(self, slab: Slab, record: Record) -> None:
         if record not in self._homes and record not in slab.hot_wants:
             slab.ring_wants.setdefault(record)
-
-    def _promote(self, slab: Slab, record: Record) -> None:
-        slot = self._homes.get(record)
-        slab.hot += 1
-        if slot is None:
-            slab.ring_wants.pop(record, None)
-            slab.hot_wants[record] = None
-            return
-        slot.hot = True
-        if slot.state is SlotState.RESIDENT:
-            slab.ring.remove(record)
-
-    def _demote(self, slab: Slab, record: Record) -> None:
-        slot = self._homes[record]
-        slab.hot -= 1
-        slot.hot = False
-        if slot.state is SlotState.RESIDENT:
-            slab.ring.add(record)
-
-    def _cool(self, slab: Slab, slot: Slot) -> None:
-        """Take a slot that is about to lose its record out of the hot set."""
-        if slot.hot:
-            slot.hot = False
-            self._not_hot(slab, slot.owner)
-
-    def _not_hot(self, slab: Slab, record: Record) -> None:
-        """A hot record did not make it: if the placement still wants it, a later swap tries again."""
-        slab.hot -= 1
-        slab.leaving.pop(record, None)
-        if record in self._target:
-            slab.entering[record] = None
 
     def _adopt(self, adopted: Adopted) -> None:
         for slab in self._slabs:

@@ -1,14 +1,23 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 #: Descriptor, first byte, bytes that are needed from there on, bytes to ask for (whole blocks), address.
 Piece: TypeAlias = tuple[int, int, int, int, int]
 
+#: Device, inode, bytes and nanoseconds of the last change of a file.
+Identity: TypeAlias = tuple[int, int, int, int]
+#: Addresses of a word that gets a value, the value, and of one that is rung then (`sparkd.ipc.directory`).
+Told: TypeAlias = tuple[int, int, int]
+
 class Readers:
     """Threads that read pieces of files straight to their places; jobs begin in the order they came."""
-    def __init__(self, threads: int) -> None: ...
-    def begin(self, job: int, pieces: Sequence[Piece]) -> None:
-        """Have all pieces of a job read, at the same time if there are enough threads."""
+    def __init__(self, threads: int, files: Mapping[int, Identity]) -> None:
+        """`files`: what each descriptor's file is expected to be after each read."""
+    def begin(self, job: int, pieces: Sequence[Piece], told: Told = (0, 0, 0)) -> None:
+        """Have all pieces of a job read, at the same time if there are enough threads.
+
+        Once all bytes are in place, `told` is: before `ended` tells the same.
+        """
     def ended(self) -> list[tuple[int, bool]]:
         """Jobs that ended since the last call, and whether all of their bytes are in place; waits for one.
 

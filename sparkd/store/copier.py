@@ -19,6 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack, closing
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from sparkd.errors import SparkError
@@ -28,7 +29,7 @@ from sparkd.store.layout import IN_ARENA, Extent
 from sparkd.store.reading import ShardFile, new_buffer
 
 if TYPE_CHECKING:
-    from sparkd.store._readers import Piece
+    from sparkd.store._readers import Piece, Told
 
 #: Threads that read at the same time: as many as make a difference (bench/README.md).
 READERS = 8
@@ -39,13 +40,15 @@ EXPRESS = 3
 BACKGROUND = 2
 #: Called when all of a job has been copied, or with why it was not.
 Ended = Callable[[SparkError | None], None]
+NOBODY = (0, 0, 0)
 
 
 class _Job:
-    def __init__(self, extents: Iterable[Extent], ended: Ended) -> None:
+    def __init__(self, extents: Iterable[Extent], ended: Ended, told: Told) -> None:
         self.waiting = list(reversed(list(extents)))
         self.open = len(self.waiting)
         self.ended = ended
+        self.told = told
         self.error: SparkError | None = None
 
 
@@ -110,9 +113,14 @@ class Copier:
 
     # ---- jobs ----
 
-    def begin(self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False) -> None:
-        """Add a job; `ended` is called by one of the threads, which holds no lock then."""
-        job = _Job(extents, ended)
+    def begin(
+        self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False, told: Told = NOBODY
+    ) -> None:
+        """Add a job; `ended` is called by one of the threads, which holds no lock then.
+
+        Where all goes straight to its place, `told` is, once it is there: before `ended` is called.
+        """
+        job = _Job(extents, ended, told)
         with self._changed:
             if urgent:
                 self._begin_urgent(key, job)
@@ -151,7 +159,8 @@ class Copier:
         with self._changed:
             self._background = min(BACKGROUND, self._readers)
             self._filled = True
-            self._express = Readers(min(EXPRESS, self._readers))
+            files = {file.direct: astuple(file.identity) for file in self._files if file.way.block}
+            self._express = Readers(min(EXPRESS, self._readers), files)
             self._threads.append(threading.Thread(target=self._end_express, args=[self._express], name="express"))
             self._threads[-1].start()
 
@@ -165,7 +174,7 @@ class Copier:
             job.waiting = []
             self._number += 1
             self._expressed[self._number] = key, job, extents
-            self._express.begin(self._number, straight)
+            self._express.begin(self._number, straight, job.told)
         else:
             self._urgent[key] = job
             self._changed.notify(len(extents))
@@ -198,14 +207,8 @@ class Copier:
                 self._urgent[key] = job
                 self._changed.notify(len(extents))
                 return
-        error = None
-        try:
-            for shard in {extent.shard for extent in extents}:
-                self._files[shard].check()
-        except SparkError as problem:
-            error = problem
         self._count(sum(extent.size for extent in extents), 0)
-        if self._did(job, error, len(extents)):
+        if self._did(job, None, len(extents)):
             job.ended(job.error)
 
     def _work(self) -> None:

@@ -180,6 +180,10 @@ class ArenaLayout:
             raise IndexError(f"slab {self.layers[layer].slab} has {slab.slots} slots, not {slot}")
         return slab.offset + slot * slab.record_bytes
 
+    def slot_number(self, slab: int, slot: int) -> int:
+        """Which one a slot of a slab is among those of all slabs."""
+        return sum(before.slots for before in self.slabs[:slab]) + slot
+
     @property
     def partial(self) -> bool:
         """Whether some record has no slot of its own: then records come and go."""

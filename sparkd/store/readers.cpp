@@ -1,19 +1,25 @@
 // Threads that read pieces of files straight to their places in memory, without the interpreter.
 //
 // A step waits for what is read here, and whoever computes it wants the processors at the same time: so a piece costs
-// no thread a turn of the interpreter's lock, neither to begin nor to end.
+// no thread a turn of the interpreter's lock, neither to begin nor to end, nor to tell the step that it is there.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <linux/futex.h>
 #include <pthread.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <climits>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -28,6 +34,10 @@ namespace {
 
 // Descriptor, first byte, bytes that are needed from there on, bytes to ask for (whole blocks), address.
 using Piece = std::tuple<int, int64_t, int64_t, int64_t, uint64_t>;
+// Device, inode, bytes and nanoseconds of the last change: what a file was when it was opened first.
+using Identity = std::tuple<uint64_t, uint64_t, uint64_t, int64_t>;
+// Addresses of two words that other processes share (0: nobody is told): one gets a value, the other is rung then.
+using Told = std::tuple<uint64_t, uint64_t, uint64_t>;
 // Number of a job, and whether all of its pieces are in place.
 using Ended = std::pair<uint64_t, bool>;
 
@@ -43,6 +53,22 @@ bool in_place(const Piece& piece) {
     return true;
 }
 
+bool unchanged(int fd, const Identity& identity) {
+    struct stat now;
+    return fstat(fd, &now) == 0 &&
+           identity == Identity{now.st_dev, now.st_ino, now.st_size,
+                                int64_t{now.st_mtim.tv_sec} * 1000000000 + now.st_mtim.tv_nsec};
+}
+
+// What sparkd/ipc/atomics.cpp does: whoever sees the word sees all bytes of the job.
+void tell(const Told& told) {
+    const auto& [word, value, bell] = told;
+    if (word == 0) return;
+    __atomic_store_n(reinterpret_cast<uint64_t*>(word), value, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(reinterpret_cast<uint64_t*>(bell), 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(bell), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 // std::condition_variable::wait is a symbol of g++ 12 and later: a wheel would not run where the runtime is older.
 void wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock) {
     pthread_cond_wait(changed.native_handle(), lock.mutex()->native_handle());
@@ -50,7 +76,7 @@ void wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock) 
 
 class Readers {
   public:
-    explicit Readers(int threads) {
+    Readers(int threads, std::map<int, Identity> files) : files_(std::move(files)) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("1 to 1024 threads read");
         for (int n = 0; n < threads; ++n) threads_.emplace_back([this] { work(); });
     }
@@ -58,9 +84,9 @@ class Readers {
     Readers(const Readers&) = delete;
     Readers& operator=(const Readers&) = delete;
 
-    void begin(uint64_t number, std::vector<Piece> pieces) {
+    void begin(uint64_t number, std::vector<Piece> pieces, Told told) {
         if (pieces.empty()) throw std::invalid_argument("a job without pieces");
-        const auto job = std::make_shared<Job>(Job{number, pieces.size(), true});
+        const auto job = std::make_shared<Job>(Job{number, pieces.size(), true, told});
         {
             std::lock_guard<std::mutex> lock(mutex_);
             for (const Piece& piece : pieces) waiting_.emplace_back(job, piece);
@@ -90,7 +116,14 @@ class Readers {
         uint64_t number;
         size_t open;  // pieces
         bool good;
+        Told told;
     };
+
+    // Whether a piece is in place, and its file still what it was when it was opened.
+    bool read(const Piece& piece) const {
+        const auto file = files_.find(std::get<0>(piece));
+        return file != files_.end() && in_place(piece) && unchanged(file->first, file->second);
+    }
 
     void work() {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -100,16 +133,18 @@ class Readers {
             const auto [job, piece] = std::move(waiting_.front());
             waiting_.pop_front();
             lock.unlock();
-            const bool good = in_place(piece);
+            const bool good = read(piece);
             lock.lock();
             job->good = job->good && good;
             if (--job->open == 0) {
+                if (job->good) tell(job->told);
                 ended_.emplace_back(job->number, job->good);
                 job_ended_.notify_one();
             }
         }
     }
 
+    const std::map<int, Identity> files_;  // by descriptor
     std::mutex mutex_;
     std::condition_variable work_there_, job_ended_;
     std::deque<std::pair<std::shared_ptr<Job>, Piece>> waiting_;
@@ -122,8 +157,8 @@ class Readers {
 
 NB_MODULE(_readers, m) {
     nb::class_<Readers>(m, "Readers")
-        .def(nb::init<int>(), nb::arg("threads"))
-        .def("begin", &Readers::begin, nb::arg("job"), nb::arg("pieces"))
+        .def(nb::init<int, std::map<int, Identity>>(), nb::arg("threads"), nb::arg("files"))
+        .def("begin", &Readers::begin, nb::arg("job"), nb::arg("pieces"), nb::arg("told") = Told{})
         .def("ended", &Readers::ended, nb::call_guard<nb::gil_scoped_release>())
         .def("close", &Readers::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -68,6 +68,16 @@ class ShardFile:
         if self._direct >= 0:
             os.close(self._direct)
 
+    @property
+    def identity(self) -> Identity:
+        """What the file is, unless it has changed."""
+        return self._shard.identity
+
+    @property
+    def direct(self) -> int:
+        """The descriptor of direct reads."""
+        return self._direct
+
     def check(self) -> None:
         """ModelFileError when the file has changed since its header was read, even while it is open here."""
         found = Identity.of(os.fstat(self._cached))

@@ -12,11 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sparkd.errors import SparkError
 from sparkd.ipc.directory import Entry, State
-from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Lend, Publish, Refuse, Retract
 from sparkd.residency.epochs import Adopted, Steps
 from sparkd.residency.leases import Counts, LeaseState, Use
 from sparkd.residency.placement import Placement
@@ -24,8 +24,11 @@ from sparkd.residency.slabs import LayerSize, SlabUse
 from sparkd.residency.slots import Place, Record
 from sparkd.residency.transfers import Residency
 from sparkd.store.arena import Arena
-from sparkd.store.copier import Ended
+from sparkd.store.copier import NOBODY, Ended
 from sparkd.store.layout import IN_ARENA, Extent, record_extents
+
+if TYPE_CHECKING:
+    from sparkd.store._readers import Told
 
 #: Swaps towards a placement that are begun at a time, when nothing else is copied that nobody waits for.
 SWAPS = 2
@@ -35,8 +38,10 @@ _log = logging.getLogger(__name__)
 class Copying(Protocol):
     """Who copies: `sparkd.store.copier.Copier`, or a test."""
 
-    def begin(self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False) -> None:
-        """Copy extents; call `ended` at the end, from another thread or later."""
+    def begin(
+        self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False, told: Told = NOBODY
+    ) -> None:
+        """Copy extents; call `ended` at the end, from another thread or later. `told` may be before that."""
         ...
 
     def hurry(self, key: Hashable) -> None:
@@ -74,7 +79,7 @@ class Residents:
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._under_way = 0
-        self._answers: list[Grant | Refuse] = []
+        self._answers: list[Lend | Grant | Refuse] = []
         self._placed: int | None = None
         self._stalled = False
         #: What the workers had counted when it was looked at last; None: look again whatever they count.
@@ -128,7 +133,6 @@ class Residents:
     def stage(self, worker: int, records: Sequence[Record], use: Use) -> int:
         """Lease records for a part of a step; the answer comes with `answers`. ValueError: more than the reserve."""
         with self._lock:
-            self._observe()
             number, commands = self._engine.stage(worker, records, use)
             self._carry_out(commands)
             self._observe()
@@ -160,8 +164,8 @@ class Residents:
             self._carry_out(self._engine.gone(worker))
             self._observe()
 
-    def answers(self) -> list[Grant | Refuse]:
-        """What became of leases since the last call."""
+    def answers(self) -> list[Lend | Grant | Refuse]:
+        """What became of leases since the last call. When a copy of what is lent is complete, the directory says."""
         with self._lock:
             answers, self._answers = self._answers, []
         return answers
@@ -233,7 +237,8 @@ class Residents:
         words = directory.snapshot()
         entries = {record: Entry.of(int(words[record])) for record in self._records}
         residents = {r: Place(e.slot, e.generation) for r, e in entries.items() if e.state is State.RESIDENT}
-        generation = max((entry.generation for entry in entries.values()), default=0)
+        # No filling of now may look like one of the owner before, which is complete.
+        generation = max([directory.last_filling(), *(entry.generation for entry in entries.values())])
         return Adopted(residents, generation, directory.steps())
 
     def _absentees(self) -> list[Record]:
@@ -261,6 +266,7 @@ class Residents:
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         commands = list(commands)
+        directory = self.arena.directory
         hurried = {command.copy for command in commands if isinstance(command, Hurry)}
         withdrawn = []
         for command in commands:
@@ -271,7 +277,8 @@ class Residents:
                     self._under_way += 1
                     ended = functools.partial(self._ended, command)
                     urgent = reserve or command in hurried
-                    self._copies.begin(self._key(command), self._work(command), ended, urgent=urgent)
+                    told = directory.told_at(self._number(command), place.generation)
+                    self._copies.begin(self._key(command), self._work(command), ended, urgent=urgent, told=told)
                 case Hurry(copy):
                     self._copies.hurry(self._key(copy))
                 case Cancel(copy):
@@ -283,7 +290,7 @@ class Residents:
                     self._set(record, State.RESIDENT, place)
                 case Retract(record, place):
                     self._set(record, State.ABSENT, place)
-                case Grant() | Refuse():
+                case Lend() | Grant() | Refuse():
                     self._answers.append(command)
         for copy in withdrawn:
             self._under_way -= 1
@@ -294,6 +301,8 @@ class Residents:
         with self._settled:
             self._under_way -= 1
             if error is None:
+                # While the slot cannot be given to another.
+                self.arena.directory.filled(self._number(copy), copy.place.generation)
                 self._carry_out(self._engine.copied(copy))
                 self._carry_out(self._engine.publish())
             else:
@@ -334,6 +343,10 @@ class Residents:
         )
         second = of(min(1, arena.layout.layers[layer].experts - 1))
         return [(first, after.source - first.source) for first, after in zip(of(0), second, strict=True)]
+
+    def _number(self, copy: Copy) -> int:
+        """Of the slot that is copied to, among those of all slabs."""
+        return self.arena.layout.slot_number(copy.slab, copy.place.slot)
 
     @staticmethod
     def _key(copy: Copy) -> Hashable:

@@ -12,7 +12,7 @@ from sparkd.ipc import internal
 from sparkd.ipc.directory import WORKERS
 from sparkd.ipc.internal import Attach, Attached, Release, Stage, Staged, Used
 from sparkd.ipc.messages import Json, Message, MessageError
-from sparkd.residency.commands import Grant, Refuse
+from sparkd.residency.commands import Grant, Lend, Refuse
 from sparkd.residency.leases import Use
 from sparkd.residency.placement import Placement, PlacementError
 from sparkd.residency.slots import Record
@@ -29,10 +29,11 @@ MAX_LEASES = 4096
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     peer: bytes
     batch: int
+    told: bool = False
 
 
 class StoreService:
@@ -75,14 +76,17 @@ class StoreService:
         raise MessageError(f"the store takes no {type(msg).__name__}")
 
     def granted(self) -> list[tuple[bytes, Staged]]:
-        """Answers to what was staged that are due now, and for whom."""
+        """Answers to what was staged that are due now, and for whom. Of what is refused after it was lent, another."""
         due = []
         for answer in self._residents.answers():
             asked = self._leases.get(answer.lease)
             if asked is None:
                 continue  # over before it could be told: released by another answer, or its worker attached again
             match answer:
-                case Grant(lease, places):
+                case Lend(lease, places) | Grant(lease, places):
+                    if asked.told:
+                        continue
+                    asked.told = True
                     slots, generations = [p.slot for p in places], [p.generation for p in places]
                     staged = Staged(asked.batch, lease, slots, generations)
                     self._staged += len(places)

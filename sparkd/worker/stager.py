@@ -1,12 +1,14 @@
 """Brings records that are not in host memory to the step that waits for them: a client of the store.
 
-    request ──Stage──► asked ──Staged──► leased: the step reads ──Release──► over
-                        ▲ │                                         │
-                        └─┴── the store is gone, its leases too ────┘ what is missing is asked of its successor
+    request ──Stage──► asked ──Staged──► lent: records come, the step reads ──Release──► over
+                        ▲ │               │
+                        └─┴───────────────┘ the store is gone, its leases too: what is missing is asked of its successor
 
 A part is one Stage: at most half the reserve of a slab, so that one part can be read while another is computed with.
-Decode takes smaller ones, for what is computed with the last part is what is waited for in the end.
-The store serves parts in order and holds back those that have no room yet, so all of them are asked for at once.
+The store serves parts in order and holds back those that have no room yet, so all of them are asked for at once. It
+says at once where records are going to be; the directory says when each is there, so that nobody's turn is waited for.
+
+A lease is given back with what is said to the store next, unless parts wait for room: not while the step is waited for.
 
 Attach tells the store that this worker holds no lease. It is sent again when the store has gone away (the arena and its
 directory outlive it), and when a step has failed half-way; answers to what was asked before mean nothing then.
@@ -15,7 +17,7 @@ directory outlive it), and when a step has failed half-way; answers to what was 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +32,8 @@ from sparkd.store.layout import Slab
 
 #: A store that does not even take messages for so long is replaced by the supervisor, or this worker is.
 _SEND_S = 60.0
-#: Bytes of one part of decode, where that is two experts or more: messages cost little beside reading so much.
-_DECODE_PART = 3 << 20
+#: The longest wait for a record until the channel is looked at again: for a refusal, or the end of the store.
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,24 @@ class _Part:
     layer: int
     experts: Sequence[int]
     use: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """A part under its lease; `coming`: where each expert is going to be that has not been read yet."""
+
+    part: _Part
+    lease: int
+    coming: dict[int, _Filling]
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """A filling of a slot, which has a number among those of all slabs; and the address of the slot."""
+
+    slot: int
+    generation: int
+    address: int
 
 
 class StoreStager:
@@ -52,19 +72,18 @@ class StoreStager:
         self._went_on = went_on
         layout = arena.layout
         slabs = [layout.slabs[layer.slab] for layer in layout.layers]
-        self._limits = {
-            "decode": [min(_part_limit(slab), max(2, -(-_DECODE_PART // slab.record_bytes))) for slab in slabs],
-            "prefill": [_part_limit(slab) for slab in slabs],
-        }
+        self._limits = [_part_limit(slab) for slab in slabs]
         self._firsts = np.arange(len(layout.layers), dtype=np.int64)[:, None, None] * arena.directory.experts
         self._words: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._asked: dict[int, _Part] = {}
-        self._lease: int | None = None
+        self._lent: dict[int, _Lent] = {}
+        #: Leases of what has been computed.
+        self._over: list[int] = []
         self._batch = 0
 
     def begin(self) -> NDArray[np.uint64] | None:
         """Addresses by the words of the directory: to be called when the step is counted as begun."""
-        if self._asked or self._lease is not None:
+        if self._asked or self._lent:
             self._attach()
         words = self._arena.directory.snapshot()
         if np.array_equal(words, self._words):
@@ -75,19 +94,26 @@ class StoreStager:
     def request(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> None:
         """Send what is missing to the store, in parts, decode first. PeerSlow: it takes no messages."""
         self._notice_loss()
+        limit = self._limits[layer]
         for use, experts in (("decode", decode), ("prefill", prefill)):
-            limit = self._limits[use][layer]
             for first in range(0, len(experts), limit):
                 self._ask(_Part(layer, experts[first : first + limit], use))
+        self._give_back()
 
     def arrivals(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """The parts as the store has them. UnavailableError: it refuses this worker, or what it asked for."""
-        while self._asked:
-            part, staged = self._next()
-            yield part.experts, [self._arena.address(part.layer, slot) for slot in staged.slots]
-            self._lease = None
-            if not self._notice_loss():
-                self._channel.send(Release(staged.lease), _SEND_S)
+        """The records as they come. UnavailableError: the store refuses this worker, or what it asked for."""
+        while self._asked or self._lent:
+            rung = self._arena.directory.rung()
+            came = self._came()
+            if not came:
+                self._wait(rung)
+                continue
+            self._went_on()
+            addresses = [self._lent[batch].coming[expert].address for batch, expert in came]
+            yield [expert for _, expert in came], addresses
+            self._computed(came)
+            if not self._notice_loss() and self._asked:
+                self._give_back()
 
     def used(self, step: int, decode: NDArray[np.uint8], experts: NDArray[np.int16]) -> None:
         """Tell the store what a step used: `experts` [expert layers, rows, top_k], and which rows are decode."""
@@ -96,6 +122,7 @@ class StoreStager:
         chosen = decode.astype(bool)
         with contextlib.suppress(PeerSlow):
             self._channel.send(Used(step, self._bits(words[:, chosen]), self._bits(words[:, ~chosen])))
+        self._give_back()
 
     def _bits(self, words: NDArray[np.int64]) -> bytes:
         if not words.size:
@@ -110,25 +137,53 @@ class StoreStager:
         records = [[part.layer, expert] for expert in part.experts]
         self._channel.send(Stage(self._batch, "", part.use, records), _SEND_S)
 
-    def _next(self) -> tuple[_Part, Staged]:
-        """Wait for a part that was asked for."""
-        while True:
-            msg = self._channel.receive(_SEND_S)
-            if self._notice_loss():
-                continue
-            match msg:
-                case Attached(error=str() as error):
-                    raise UnavailableError(error)
-                case Staged() if msg.batch in self._asked:
-                    part = self._asked.pop(msg.batch)
-                    if msg.refused is not None:
-                        layer, expert = msg.refused
-                        raise RecordRefused(str(msg.error), layer, expert)
-                    if msg.error is not None:
-                        raise UnavailableError(msg.error)
-                    self._lease = msg.lease
-                    self._went_on()
-                    return part, msg
+    def _came(self) -> list[tuple[int, int]]:
+        """Batch and expert of what is there, and has not been read yet."""
+        holds = self._arena.directory.holds
+        return [
+            (batch, expert)
+            for batch, lent in self._lent.items()
+            for expert, filling in lent.coming.items()
+            if holds(filling.slot, filling.generation)
+        ]
+
+    def _computed(self, came: Iterable[tuple[int, int]]) -> None:
+        """These have been read; the lease of a part that has nothing to come is over."""
+        for batch, expert in came:
+            lent = self._lent[batch]
+            del lent.coming[expert]
+            if not lent.coming:
+                del self._lent[batch]
+                self._over.append(lent.lease)
+
+    def _wait(self, rung: int) -> None:
+        """Until the store has said or, since the bell was `rung`, done something; or a little longer."""
+        msg = self._channel.receive(0.0 if self._lent else _SEND_S)
+        if self._notice_loss():
+            return
+        match msg:
+            case Attached(error=str() as error):
+                raise UnavailableError(error)
+            case Staged() if msg.batch in self._asked or msg.batch in self._lent:
+                self._heed(msg)
+            case None if self._lent:
+                self._arena.directory.listen(rung, _LOOK_S)
+
+    def _heed(self, msg: Staged) -> None:
+        lent = self._lent.pop(msg.batch, None)
+        part = self._asked.pop(msg.batch) if lent is None else lent.part
+        if msg.refused is not None:
+            layer, expert = msg.refused
+            raise RecordRefused(str(msg.error), layer, expert)
+        if msg.error is not None:
+            raise UnavailableError(msg.error)
+        layout = self._arena.layout
+        slab = layout.layers[part.layer].slab
+        fillings = [
+            _Filling(layout.slot_number(slab, slot), generation, self._arena.address(part.layer, slot))
+            for slot, generation in zip(msg.slots, msg.generations, strict=True)
+        ]
+        self._lent[msg.batch] = _Lent(part, msg.lease, dict(zip(part.experts, fillings, strict=True)))
 
     def _notice_loss(self) -> bool:
         """Whether the store has gone away since the last call; then what is missing is asked of the next one.
@@ -137,15 +192,22 @@ class StoreStager:
         """
         if not self._channel.interrupted():
             return False
-        parts = list(self._asked.values())
+        left = [_Part(lent.part.layer, list(lent.coming), lent.part.use) for lent in self._lent.values()]
+        parts = [*left, *self._asked.values()]
         self._attach()
         for part in parts:
             self._ask(part)
         return True
 
+    def _give_back(self) -> None:
+        for lease in self._over:
+            self._channel.send(Release(lease), _SEND_S)
+        self._over.clear()
+
     def _attach(self) -> None:
         self._asked.clear()
-        self._lease = None
+        self._lent.clear()
+        self._over.clear()
         self._channel.send(Attach(self._worker, ""), _SEND_S)
 
 

@@ -117,6 +117,7 @@ class Machine {
         while (plan_.step().paused != nullptr) {
             const int layer = static_cast<int>(plan_.paused().layer());
             const std::vector<int32_t> absent = plan_.paused().absent();
+            if (count > 1) plan_.meanwhile();
             for (auto expert = absent.rbegin(); expert != absent.rend(); ++expert)
                 plan_.compute({*expert}, {weights_.address(record_name(layer, *expert))});
             plan_.resume();
@@ -156,8 +157,10 @@ class Machine {
         plan_.add<Attention>(step, turned, k, v, o,
                              Attention::Shape{kHeads, kKvHeads, kDim, 0.125f, 70, 0, 0, kKvBytes});
         plan_.add<OutputGate>(o, y, gated, Heads{kHeads, kDim, kDim, 0}, true, false);
-        const Value first = experts(gated, 0, false), second = experts(first, 1, true), last = value(kWidth);
-        plan_.add<SwiGlu>(first, second, last);
+        const Value first = experts(gated, 0, false), second = experts(first, 1, true);
+        plan_.add_overtakers(1);
+        const Value shared = linear(first, "shared", Q8_0, kWidth), last = value(kWidth);
+        plan_.add<SwiGlu>(shared, second, last);
         plan_.add<Logits>(step, last, weights_.make("head", Q4_K, kVocabulary, kWidth));
     }
 

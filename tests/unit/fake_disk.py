@@ -30,7 +30,9 @@ class FakeDisk:
         self.reads: list[Extent] = []
         self.moves = 0
 
-    def begin(self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False) -> None:
+    def begin(
+        self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False, told: object = None
+    ) -> None:
         assert key not in self.jobs, "two copies into one slot"
         self.jobs[key] = Job(list(extents), ended, urgent)
 

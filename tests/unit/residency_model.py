@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Publish, Refuse, Retract
+from sparkd.residency.commands import Cancel, Command, Copy, Grant, Hurry, Lend, Publish, Refuse, Retract
 from sparkd.residency.epochs import Adopted, Steps
 from sparkd.residency.leases import LeaseState, Use
 from sparkd.residency.placement import Placement
@@ -47,6 +47,7 @@ class Asked:
     use: Use
     records: tuple[Record, ...]
     places: tuple[Place, ...] | None = None
+    lent: tuple[Place, ...] | None = None
 
 
 class Tier:
@@ -197,9 +198,9 @@ class Tier:
         """The owner dies with its copies half done; another adopts what the words and counters in shared memory say."""
         for asked in self.asked.values():
             one = self.workers[asked.worker]
-            if asked.places is not None and one.running:
+            if one.running:
                 last = one.running[-1].number
-                one.orphaned += [(last, *pair) for pair in zip(asked.records, asked.places, strict=True)]
+                one.orphaned += [(last, *pair) for pair in self.held(asked)]
         self.asked, self.copies, self.cancelled, self.open, self.whole = {}, [], set(), set(), {}
         self.closing, self.closed = set(), set()
         for one in self.workers:
@@ -228,6 +229,11 @@ class Tier:
                     self._publish(record, place)
                 case Retract(record, place):
                     self._retract(record, place)
+                case Lend(number, places):
+                    asked = self.asked[number]
+                    assert (asked.lent, asked.places) == (None, None)
+                    assert len(places) == len(asked.records)
+                    asked.lent = places
                 case Grant(number, places):
                     self._grant(number, places)
                 case Refuse(number, record, reason):
@@ -298,6 +304,7 @@ class Tier:
         asked = self.asked[number]
         assert asked.places is None
         assert len(places) == len(asked.records)
+        assert asked.lent in (None, places), "granted elsewhere than it was lent"
         self.granted += 1
         asked.places = places
         reserve: dict[int, set[int]] = {}
@@ -319,10 +326,16 @@ class Tier:
             for _, record, place in worker.orphaned:
                 yield record, place
         for asked in self.asked.values():
-            if asked.places is not None:
-                yield from zip(asked.records, asked.places, strict=True)
+            yield from self.held(asked)
         yield from self.words.items()
         yield from ((copy.record, copy.source) for copy in self.copies if copy.source is not None)
+
+    def held(self, asked: Asked) -> Iterable[tuple[Record, Place]]:
+        """What a lease may read: all of it once granted, before that what is complete of what was lent."""
+        for record, place in zip(asked.records, asked.places or asked.lent or (), strict=False):
+            complete = self.content[self.slab(record), place.slot] == (record, place.generation)
+            if complete or asked.places is not None:
+                yield record, place
 
     def in_use(self) -> set[Key]:
         return {(self.slab(record), place.slot) for record, place in self.readable()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,11 +68,11 @@ class Setting:
         self.path = path
         self.stores: list[ScriptedStore] = []
         self.channel = Channel.dealer(self.context, path, watched=True)
-        self.parts = 0
+        self.came = 0
         self.stager = StoreStager(self.arena, self.channel, 0, self.went_on)
 
     def went_on(self) -> None:
-        self.parts += 1
+        self.came += 1
 
     def store(self, answer: Answer) -> ScriptedStore:
         self.stores.append(ScriptedStore(self.context, self.path, answer))
@@ -79,6 +80,10 @@ class Setting:
 
     def address(self, layer: int, slot: int) -> int:
         return self.arena.region.address + self.arena.layout.record(layer, slot)
+
+    def fill(self, layer: int, slot: int, generation: int) -> None:
+        layout = self.arena.layout
+        self.arena.directory.filled(layout.slot_number(layout.layers[layer].slab, slot), generation)
 
     def close(self) -> None:
         for store in self.stores:
@@ -96,23 +101,26 @@ def setting(model_path, tmp_path: Path) -> Iterator[Setting]:
         made.close()
 
 
-def granting() -> Answer:
-    """Leases everything at once: expert e in slot e mod 14."""
-    leases = iter(range(1, 1000))
+def granting(setting: Setting, *, come: bool = True) -> Answer:
+    """Leases everything at once: expert e in slot e mod 14; lease and filling have one number. `come`: all is there."""
+    numbers = itertools.count(1)
 
     def answer(msg: Message) -> list[Message]:
         if isinstance(msg, Attach):
             return [ATTACHED]
         if isinstance(msg, Stage):
+            number = next(numbers)
             slots = [expert % 14 for _, expert in msg.records]
-            return [Staged(msg.batch, next(leases), slots, [1] * len(slots))]
+            for (layer, _), slot in zip(msg.records, slots, strict=True) if come else ():
+                setting.fill(layer, slot, number)
+            return [Staged(msg.batch, number, slots, [number] * len(slots))]
         return []
 
     return answer
 
 
 def test_parts_are_half_the_reserve_decode_first_and_given_back_when_they_have_been_read(setting: Setting) -> None:
-    store = setting.store(granting())
+    store = setting.store(granting(setting))
     setting.stager.request(1, [3, 5, 9], [4])
     expected = [([3, 5], [3, 5]), ([9], [9]), ([4], [4])]
     for number, ((experts, addresses), (named, slots)) in enumerate(
@@ -120,7 +128,8 @@ def test_parts_are_half_the_reserve_decode_first_and_given_back_when_they_have_b
     ):
         assert experts == named
         assert addresses == [setting.address(1, slot) for slot in slots]
-        assert setting.parts == number + 1
+        assert setting.came == number + 1
+    setting.stager.request(1, [], [])
     setting.channel.send(Attach(0, ""))
     assert setting.channel.receive(60) == ATTACHED
     assert store.stages() == [("decode", [[1, 3], [1, 5]]), ("decode", [[1, 9]]), ("prefill", [[1, 4]])]
@@ -132,7 +141,10 @@ def test_parts_are_taken_in_the_order_they_come(setting: Setting) -> None:
 
     def answer(msg: Message) -> list[Message]:
         if isinstance(msg, Stage):
-            waiting.insert(0, Staged(msg.batch, msg.batch, [0] * len(msg.records), [1] * len(msg.records)))
+            slots = [expert for _, expert in msg.records]
+            waiting.insert(0, Staged(msg.batch, msg.batch, slots, [1] * len(slots)))
+            for slot in slots:
+                setting.fill(0, slot, 1)
         return waiting if len(waiting) == 3 else []
 
     setting.store(answer)
@@ -140,14 +152,63 @@ def test_parts_are_taken_in_the_order_they_come(setting: Setting) -> None:
     assert [list(experts) for experts, _ in setting.stager.arrivals()] == [[5], [3, 4], [1, 2]]
 
 
+def test_records_are_handed_out_as_they_come_and_their_lease_is_given_back_with_the_next_word(setting: Setting) -> None:
+    store = setting.store(granting(setting, come=False))
+    setting.stager.request(1, [3, 5], [])
+    arrivals = setting.stager.arrivals()
+    for expert in (5, 3):
+        timer = threading.Timer(0.05, setting.fill, (1, expert, 1))
+        timer.start()
+        assert next(arrivals) == ([expert], [setting.address(1, expert)])
+        timer.join()
+    assert list(arrivals) == []
+    assert not any(isinstance(msg, Release) for msg in store.heard)
+    setting.stager.request(1, [5], [])
+    setting.fill(1, 5, 2)
+    assert len(list(setting.stager.arrivals())) == 1
+    setting.channel.send(Attach(0, ""))
+    assert setting.channel.receive(60) == ATTACHED
+    assert [type(msg) for msg in store.heard] == [Stage, Stage, Release, Attach]
+
+
+def test_a_record_that_was_promised_and_cannot_be_read_is_named(setting: Setting) -> None:
+    error = "expert 3 of expert layer 1 cannot be had: it burns"
+    answer = granting(setting, come=False)
+
+    def failing(msg: Message) -> list[Message]:
+        refused = [Staged(msg.batch, 0, [], [], error, [1, 3])] if isinstance(msg, Stage) else []
+        return answer(msg) + refused
+
+    store = setting.store(failing)
+    setting.stager.request(1, [2, 3], [])
+    with pytest.raises(RecordRefused, match="it burns"):
+        next(setting.stager.arrivals())
+    setting.stager.begin()
+    assert [type(msg) for msg in store.heard] == [Stage], "there is no lease left"
+
+
+def test_of_a_part_that_has_come_half_the_successor_of_a_store_is_asked_for_the_other_half(setting: Setting) -> None:
+    first = setting.store(granting(setting, come=False))
+    setting.stager.request(1, [3, 5], [])
+    arrivals = setting.stager.arrivals()
+    timer = threading.Timer(0.05, setting.fill, (1, 5, 1))
+    timer.start()
+    assert next(arrivals)[0] == [5]
+    timer.join()
+    first.die()
+    successor = setting.store(granting(setting))
+    assert [list(experts) for experts, _ in arrivals] == [[3]]
+    assert successor.stages() == [("decode", [[1, 3]])]
+
+
 def test_a_store_that_dies_in_the_middle_is_followed_by_one_that_is_asked_for_what_is_missing(setting: Setting) -> None:
-    answer = granting()
+    answer = granting(setting)
     first = setting.store(lambda msg: answer(msg) if isinstance(msg, Stage) and msg.records == [[2, 1], [2, 2]] else [])
     setting.stager.request(2, [1, 2, 3, 4], [6])
     arrivals = setting.stager.arrivals()
     assert next(arrivals)[0] == [1, 2]
     first.die()
-    successor = setting.store(granting())
+    successor = setting.store(granting(setting))
     assert [list(experts) for experts, _ in arrivals] == [[3, 4], [6]]
     # Whether a Release for the first one arrives here or not: Attach ends all of its leases.
     told = [msg for msg in successor.heard if not isinstance(msg, Release)]
@@ -156,11 +217,11 @@ def test_a_store_that_dies_in_the_middle_is_followed_by_one_that_is_asked_for_wh
 
 
 def test_a_store_that_dies_between_two_steps_is_noticed_with_the_next_word_to_it(setting: Setting) -> None:
-    first = setting.store(granting())
+    first = setting.store(granting(setting))
     setting.stager.request(0, [1], [])
     assert len(list(setting.stager.arrivals())) == 1
     first.die()
-    successor = setting.store(granting())
+    successor = setting.store(granting(setting))
     assert setting.channel.receive(60) is None  # until the end of the first is known
     setting.stager.begin()
     setting.stager.used(1, np.ones(1, np.uint8), np.zeros((len(setting.arena.layout.layers), 1, 2), np.int16))
@@ -171,13 +232,14 @@ def test_a_store_that_dies_between_two_steps_is_noticed_with_the_next_word_to_it
 
 def test_what_a_successor_says_before_it_knows_this_worker_is_no_refusal(setting: Setting, monkeypatch) -> None:
     knows = False
+    grant = granting(setting)
 
     def answer(msg: Message) -> list[Message]:
         nonlocal knows
         knows = knows or isinstance(msg, Attach)
         if isinstance(msg, Stage) and not knows:
             return [Staged(msg.batch, 0, [], [], "a worker attaches before it stages")]
-        return granting()(msg)
+        return grant(msg)
 
     store = setting.store(answer)
     interrupted = iter([False, True])
@@ -188,7 +250,7 @@ def test_what_a_successor_says_before_it_knows_this_worker_is_no_refusal(setting
 
 
 def test_a_record_that_cannot_be_read_is_named_and_the_next_step_begins_without_leases(setting: Setting) -> None:
-    answer = granting()
+    answer = granting(setting)
 
     def refusing(msg: Message) -> list[Message]:
         if isinstance(msg, Stage) and [1, 3] in msg.records:
@@ -210,7 +272,7 @@ def test_a_record_that_cannot_be_read_is_named_and_the_next_step_begins_without_
 
 
 def test_a_step_that_is_given_up_while_it_reads_leaves_no_lease(setting: Setting) -> None:
-    store = setting.store(granting())
+    store = setting.store(granting(setting))
     setting.stager.begin()
     setting.stager.request(1, [1], [])
     arrivals = setting.stager.arrivals()
@@ -245,7 +307,7 @@ def test_addresses_follow_the_directory_and_are_told_only_when_they_have_changed
 
 
 def test_the_store_hears_which_records_a_step_used_for_what(setting: Setting) -> None:
-    store = setting.store(granting())
+    store = setting.store(granting(setting))
     directory = setting.arena.directory
     setting.stager.begin()
     ids = np.zeros((directory.layers, 3, 2), np.int16)

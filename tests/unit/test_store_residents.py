@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sparkd.ipc.directory import Entry, State, StepCounter
-from sparkd.residency.commands import Grant, Refuse
+from sparkd.residency.commands import Grant, Lend, Refuse
 from sparkd.residency.leases import Use
 from sparkd.residency.placement import Placement, PlacementError
 from sparkd.residency.slabs import SlabSize
@@ -240,6 +240,7 @@ class Machine(RuleBasedStateMachine):
         self.steps = [_Step(self.one.arena.directory.step_counter(worker)) for worker in (0, 1)]
         self.asked: dict[int, list[Record]] = {}
         self.leased: dict[int, list[tuple[Record, Place]]] = {}
+        self.lent: dict[int, list[tuple[Record, Place]]] = {}
         self.worker_of: dict[int, int] = {}
         self.one.residents.fill()
 
@@ -250,7 +251,12 @@ class Machine(RuleBasedStateMachine):
 
     def hear(self):
         for answer in self.one.residents.answers():
+            if isinstance(answer, Lend):
+                records = self.asked[answer.lease]
+                self.lent[answer.lease] = list(zip(records, answer.places, strict=True))
+                continue
             records = self.asked.pop(answer.lease)
+            self.lent.pop(answer.lease, None)
             if isinstance(answer, Refuse):
                 assert answer.reason == "cannot read 100 bytes"
                 assert answer.record in records
@@ -319,7 +325,7 @@ class Machine(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 1))
     def attach(self, worker):
         self.one.residents.attach(worker)
-        for leases in (self.leased, self.asked):
+        for leases in (self.leased, self.lent, self.asked):
             for lease in [lease for lease in leases if self.worker_of[lease] == worker]:
                 del leases[lease]
 
@@ -332,6 +338,10 @@ class Machine(RuleBasedStateMachine):
             return
         self.hear()
         readable = [*residents(self.one).items(), *(pair for lease in self.leased.values() for pair in lease)]
+        holds, layout = self.one.arena.directory.holds, self.one.arena.layout
+        for record, place in (pair for lease in self.lent.values() for pair in lease):
+            if holds(layout.slot_number(layout.layers[record.layer].slab, place.slot), place.generation):
+                readable.append((record, place))
         readable += [pair for step in self.steps for pair in step.seen.items()]
         for record, place in readable:
             assert arena_record(self.one, record, place.slot) == self.expected[record]

@@ -92,19 +92,23 @@ def test_a_record_that_does_not_exist_is_named_and_nothing_is_leased(service, re
     assert service.status()["leases"] == 0
 
 
-def test_records_that_are_still_being_loaded_are_granted_when_they_are_there(model_path):
+def test_of_records_that_are_still_being_loaded_it_is_told_where_they_will_be_and_then_that_they_are_there(model_path):
     one = empty(model_path(NAME))
     service = StoreService(one.residents, one.loader, one.copier, NAME)
     service.answer(b"w", Attach(0, NAME))
     assert service.answer(b"w", Stage(1, NAME, "decode", [[0, 0], [6, 7]])) is None
-    assert service.granted() == []
+    ((peer, staged),) = service.granted()
+    assert one.arena.directory.last_filling() == 0
     assert service.status()["resident"] == 0
     one.loader.load()
     entries = [one.arena.directory.entry(*record) for record in ([0, 0], [6, 7])]
-    ((peer, staged),) = service.granted()
     assert (peer, staged.batch, staged.error) == (b"w", 1, None)
+    assert service.granted() == [], "it was told already"
     assert staged.slots == [entry.slot for entry in entries]
     assert staged.generations == [entry.generation for entry in entries]
+    layout, places = one.arena.layout, zip(staged.slots, staged.generations, strict=True)
+    for layer, (slot, generation) in zip((0, 6), places, strict=True):
+        assert one.arena.directory.holds(layout.slot_number(layout.layers[layer].slab, slot), generation)
 
 
 def test_whoever_waits_for_a_record_that_cannot_be_read_is_told_why(model_path, monkeypatch):
@@ -116,8 +120,10 @@ def test_whoever_waits_for_a_record_that_cannot_be_read_is_told_why(model_path, 
     assert one.arena.directory.entry(3, 4).state is State.LOADING
     (key,) = disk.jobs
     assert disk.jobs[key].urgent
+    ((_, lent),) = service.granted()
     disk.fail(key)
     ((_, staged),) = service.granted()
+    assert (lent.error, staged.batch, staged.refused) == (None, lent.batch, [3, 4])
     assert staged.error == "expert 4 of expert layer 3 cannot be had: cannot read 100 bytes"
     assert (service.status()["leases"], one.arena.directory.entry(3, 4).state) == (0, State.ABSENT)
 

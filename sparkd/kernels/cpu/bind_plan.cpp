@@ -90,6 +90,11 @@ void compute(Plan& plan, const std::vector<int32_t>& experts, const std::vector<
     plan.compute(experts, addresses);
 }
 
+void meanwhile(Plan& plan) {
+    nb::gil_scoped_release unlocked;
+    plan.meanwhile();
+}
+
 std::optional<Pause> resume(Plan& plan) {
     {
         nb::gil_scoped_release unlocked;
@@ -167,9 +172,11 @@ void bind_plan(nb::module_& module) {
     plan.def("choice", &Plan::add_choice);
     plan.def("expert_layer", &Plan::add_expert_layer);
     bind_operations(plan);
+    plan.def("overtakers", &Plan::add_overtakers);
     plan.def("state", set_state);
     plan.def("publish", publish);
     plan.def("step", run_step);
+    plan.def("meanwhile", meanwhile);
     plan.def("compute", compute);
     plan.def("resume", resume);
     plan.def("waiting_rows", [](Plan& p, int32_t expert) { return p.paused().rows_of(p.step(), expert); });

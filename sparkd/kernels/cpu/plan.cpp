@@ -77,6 +77,13 @@ void Plan::compute(const std::vector<int32_t>& experts, const std::vector<uint64
     paused().compute(step_, experts, addresses);
 }
 
+void Plan::meanwhile() {
+    const FloatEnvironment environment;
+    Experts& waiting = paused();
+    waiting.compute(step_, {}, {});
+    for (size_t left = std::exchange(overtaking_, 0); left != 0; --left) operations_[next_++]->run(step_);
+}
+
 void Plan::resume() {
     const FloatEnvironment environment;
     paused().resume(step_);
@@ -91,7 +98,10 @@ Experts& Plan::paused() {
 void Plan::go_on() {
     while (next_ < operations_.size()) {
         operations_[next_++]->run(step_);
-        if (step_.paused != nullptr) return;
+        if (step_.paused != nullptr) {
+            overtaking_ = overtakers_[next_ - 1];
+            return;
+        }
     }
     int16_t* experts = experts_;
     for (const Choice& choice : step_.choices) {

@@ -23,7 +23,10 @@ class Plan {
     template <class Op, class... Args>
     void add(Args&&... args) {
         operations_.push_back(std::make_unique<Op>(std::forward<Args>(args)...));
+        overtakers_.push_back(0);
     }
+    // So many of the operations that follow the last one need nothing that it writes, and write nothing that it reads.
+    void add_overtakers(size_t count) { overtakers_.at(operations_.size() - 1) = count; }
     Step& step() { return step_; }
 
     // --- running
@@ -46,6 +49,8 @@ class Plan {
     // --- while paused: see Experts
 
     Experts& paused();
+    // Computes what is there, then the operations that overtake the one that waits.
+    void meanwhile();
     void compute(const std::vector<int32_t>& experts, const std::vector<uint64_t>& addresses);
     void resume();
 
@@ -55,7 +60,9 @@ class Plan {
 
     Step step_;
     std::vector<std::unique_ptr<Operation>> operations_;
-    size_t next_ = 0;  // the operation that runs next
+    std::vector<size_t> overtakers_;  // of each operation
+    size_t next_ = 0;                 // the operation that runs next
+    size_t overtaking_ = 0;           // of a pause: operations from there on that may run before its end
     int16_t* experts_ = nullptr;
     int32_t* waited_ = nullptr;
 };
