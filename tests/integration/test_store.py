@@ -271,10 +271,17 @@ def _absent(region: Region) -> list[list[int]]:
     return [[*record] for record in every if directory.entry(*record).state is not State.RESIDENT]
 
 
-def _stage(worker: Channel, batch: int, use: str, records: list[list[int]]) -> internal.Staged:
-    worker.send(internal.Stage(batch, "", use, records))
+def _stage(worker: Channel, region: Region, batch: int, use: str, record: list[int]) -> internal.Staged:
+    """The answer, once the record is there."""
+    worker.send(internal.Stage(batch, "", use, [record]))
     staged = worker.receive(PATIENCE_S)
     assert (staged.batch, staged.error) == (batch, None)
+    arena = Arena.attach(region, build_program)
+    number = arena.layout.slot_number(arena.layout.layers[record[0]].slab, staged.slots[0])
+    until = time.monotonic() + PATIENCE_S
+    while not arena.directory.holds(number, staged.generations[0]):
+        assert time.monotonic() < until
+        arena.directory.listen(arena.directory.rung(), 0.01)
     return staged
 
 
@@ -288,7 +295,7 @@ def test_a_scarce_store_reads_what_is_missed_and_its_successor_nothing_of_what_i
     worker.send(internal.Attach(0, ""))
     assert worker.receive(PATIENCE_S).partial
     for batch, record in enumerate(_absent(region)):
-        staged = _stage(worker, batch, "prefill", [record])
+        staged = _stage(worker, region, batch, "prefill", record)
         there, expected = _bytes(path, region, *record, staged.slots[0])
         assert there == expected
         worker.send(internal.Release(staged.lease))
@@ -313,7 +320,7 @@ def test_a_scarce_store_counts_what_was_used_and_heeds_placements(link, scarce):
     worker.receive(PATIENCE_S)
     (layer, expert), *_ = _absent(region)
     directory = Arena.attach(region, build_program).directory
-    staged = _stage(worker, 1, "decode", [[layer, expert]])
+    staged = _stage(worker, region, 1, "decode", [layer, expert])
     bits = 1 << (layer * directory.experts + expert)
     worker.send(internal.Release(staged.lease))
     worker.send(internal.Used(1, bits.to_bytes(-(-directory.layers * directory.experts // 8), "little"), b""))
