@@ -33,6 +33,18 @@ def sizes_of(arena: Arena, share: float) -> list[SlabSize]:
     return sizes
 
 
+def any_placement(dice: random.Random, tier: DeviceTier, version: int) -> Placement:
+    """One that leaves a part of the slots to the ring."""
+    ring = dice.choice([0.3, 0.5, 1.0])
+    room = [size.hot(ring) for size in tier.sizes()]
+    hot: list[list[int]] = []
+    for layer in tier.layers:
+        count = dice.randint(0, min(room[layer.slab], layer.experts))
+        room[layer.slab] -= count
+        hot.append(dice.sample(range(layer.experts), count))
+    return Placement(version, hot, ring, 16.0)
+
+
 class Churned:
     """A tier, and what happens to it between steps."""
 
@@ -57,7 +69,6 @@ class Churned:
             pass
         staging = Staging(device, PART_ROWS, max(records))
         self.tier = DeviceTier(device, tables, arena, self.slots, self.registration, staging, in_place)
-        self._experts = [layer.experts for layer in arena.layout.layers]
         self._version = 0
         self.taken_back = 0
 
@@ -72,14 +83,6 @@ class Churned:
             self.tier.advance()
 
     def place(self) -> None:
-        """A placement that leaves a part of the slots to the ring."""
-        ring = self.random.choice([0.3, 0.5, 1.0])
-        layers = self.tier.layers
-        room = [size.hot(ring) for size in self.tier.sizes()]
-        hot: list[list[int]] = []
-        for layer in layers:
-            count = self.random.randint(0, min(room[layer.slab], layer.experts))
-            room[layer.slab] -= count
-            hot.append(self.random.sample(range(layer.experts), count))
+        """A placement."""
         self._version += 1
-        self.tier.place(Placement(self._version, hot, ring, 16.0))
+        self.tier.place(any_placement(self.random, self.tier, self._version))

@@ -1,19 +1,23 @@
 """A worker whose GPU is the host: kernels in the emulator, streams as late as the dice say.
 
-Its size in bytes, its seed, and a file that makes it fail once it is there come from the environment.
+Its size in bytes, its seed, and a file that makes it fail once it is there come from the environment. While a file
+RESTLESS is there, every few steps another placement becomes the goal of swaps.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 
+from emulated_tiers import any_placement
 from host_device import HostDevice, HostStream
 
 from sparkd.errors import DeviceError
 from sparkd.executors.device import Launch
 from sparkd.worker import device_backend, main, server
+from sparkd.worker.engine import Routing
 
 
 class LosableDevice(HostDevice):
@@ -35,6 +39,19 @@ class LosableDevice(HostDevice):
             raise DeviceError("the GPU refuses: cudaErrorDevicesUnavailable")
 
 
+class RestlessBackend(device_backend.DeviceBackend):
+    """Is told of placements that nobody has advised."""
+
+    dice = random.Random(os.environ["HOST_DEVICE_SEED"])
+    version = 0
+
+    def used(self, routing: Routing) -> None:
+        super().used(routing)
+        if _file("RESTLESS").exists() and self.dice.random() < 0.3:
+            self.version += 1
+            self._tier.place(any_placement(self.dice, self._tier, self.version))
+
+
 def _file(name: str) -> Path:
     return Path(os.environ["HOST_DEVICE_FOLDER"]) / name
 
@@ -46,6 +63,7 @@ def open_device() -> HostDevice:
 
 
 server.open_device = open_device
+device_backend.DeviceBackend = RestlessBackend
 device_backend._CALM_S = 1.5  # half a minute is long for a test
 
 if __name__ == "__main__":

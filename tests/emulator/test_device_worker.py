@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 from daemon import PATIENCE_S, Daemon, daemon, running, until
 from host_device import HostDevice
+from many_experts import ARCHITECTURES, many_experts
 from pairs import loaded
 
 from sparkd.config import KvSettings, LimitSettings, Settings
+from sparkd.demo.main import MODEL
 from sparkd.graph.state import StateLayout
 from sparkd.residency.device_budget import CARD_MARGIN, RESERVE_PARTS
 from sparkd.worker.device_backend import DeviceBackend
 from sparkd.worker.state import PoolSize
 
 MIB = 1 << 20
+MODELS = ["laguna-tinyk-s1-q4_k_m", "qwen35moe-tinyk-s1-q4_k_m"]
 LIMITS = {"context": 128, "sequences": 2}
 #: The last one is read by tiles of rows, in more chunks than one.
 PROMPTS = [[7, 3, 9, 200, 41], [5], [(7 * i) % 250 for i in range(50)]]
@@ -51,11 +54,11 @@ class DeviceDaemon(Daemon):
         super().__init__(model, run_dir, limits=LIMITS, worker={"device": "cuda"}, **settings)
 
 
-def answers(one: Daemon) -> list[list[int]]:
+def answers(one: Daemon, count: int = COUNT) -> list[list[int]]:
     with one.client() as client:
-        streams = [client.generate(tokens=prompt, max_tokens=COUNT, ignore_eos=True) for prompt in PROMPTS]
+        streams = [client.generate(tokens=prompt, max_tokens=count, ignore_eos=True) for prompt in PROMPTS]
         for stream in streams:
-            stream.read(PATIENCE_S)
+            stream.read(10 * PATIENCE_S)
         return [stream.tokens for stream in streams]
 
 
@@ -74,10 +77,10 @@ def card_for(path: Path, share: float) -> int:
             RESERVE_PARTS * arena.program.expert_layers[0].top_k * slab.record_bytes for slab in arena.layout.slabs
         )
         used = made.status()["device"]["used_bytes"] - records + reserve + share * records
-        return int(used / (1 - CARD_MARGIN)) + max(slab.record_bytes for slab in arena.layout.slabs)
+        return int((used + min(slab.record_bytes for slab in arena.layout.slabs) / 2) / (1 - CARD_MARGIN))
 
 
-@pytest.mark.parametrize("name", ["laguna-tinyk-s1-q4_k_m", "qwen35moe-tinyk-s1-q4_k_m"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
     name: str, model_path: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
@@ -111,3 +114,28 @@ def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
         worker = next(process for process in one.status()["processes"] if process["role"] == "worker")
         assert worker["restarts"] == 1, one.said()
         assert "the worker has lost its GPU: the GPU refuses" in one.said()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "demo"])
+def test_a_worker_says_the_same_at_every_residency(name: str, share: float, tmp_path: Path, seed: int) -> None:
+    """While placements follow each other faster than their swaps."""
+    path = MODEL if name == "demo" else many_experts(name, tmp_path, 32, 4)
+    with daemon(path, tmp_path / "cpu", limits=LIMITS) as one:
+        wanted = answers(one, 24)
+    (tmp_path / "RESTLESS").touch()
+    with running(DeviceDaemon(path, tmp_path / "run", card_for(path, share), seed)) as one:
+        one.ready()
+        assert answers(one, 24) == wanted
+        border = one.status()["device"]
+        uses = border["uses"]["decode"]
+        print(name, share, {key: border[key] for key in ("slots", "records", "moved_bytes", "placement")}, uses)
+        assert border["slots"] / border["records"] == pytest.approx(share, abs=0.07 if share % 1 else 0)
+        assert (uses["misses"] == uses["uses"]) == (share == 0)
+        assert share == 1 or uses["misses"] > 0
+        assert border["placement"]["version"] > 5
+        # More than what fills the slots at first: swaps were made.
+        slots = sum(slab["record_bytes"] * slab["slots"] for slab in border["slabs"])
+        assert share in (0, 1) or border["moved_bytes"] > 1.5 * share * slots
