@@ -141,8 +141,9 @@ template <class T>
 class Tile {
   public:
     Tile(const uint8_t* w, int64_t row_bytes, int rows, int columns, const QuantisedRow* x, int count, Memory& memory)
-        : row_bytes_(row_bytes), columns_(columns), x_(x), count_(count), memory_(memory) {
+        : columns_(columns), x_(x), count_(count), memory_(memory) {
         for (int i = 0; i < kRows; ++i) rows_[i] = w + std::min(i, rows - 1) * row_bytes;
+        ahead_ = reinterpret_cast<const char*>(w + kRows * row_bytes);
     }
 
     // [count][kRows], until the memory is used again.
@@ -185,22 +186,29 @@ class Tile {
 
     void unpack(int number, int blocks) {
         const uint8_t* rows[kRows];
-        for (int i = 0; i < kRows; ++i) {
-            rows[i] = rows_[i] + static_cast<int64_t>(number) * kPartBytes;
-            // The same part of the next tile: too far from this one for the hardware to expect.
-            const char* next = reinterpret_cast<const char*>(rows[i] + kRows * row_bytes_);
-            for (int line = 0; line < kPartBytes; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
-        }
+        for (int i = 0; i < kRows; ++i) rows[i] = rows_[i] + static_cast<int64_t>(number) * kPartBytes;
         if constexpr (T::kBytes > 64) {
+            fetch_ahead();
             store_block<T>(rows, memory_.part.q);
+            fetch_ahead();
             store_scales<T>(rows, memory_.part);
         } else {
+            fetch_ahead();
+            fetch_ahead();
             unpack_narrow<T>(rows, blocks, memory_.part);
         }
+        fetch_ahead();
+    }
+
+    // A third of a part of the next tile, from its first byte to its last: what the parts take here and there is a
+    // stream to the hardware. At once they would be more lines than a core can wait for.
+    void fetch_ahead() {
+        constexpr int lines = (kRows * kPartBytes / 64 + 2) / 3;
+        for (int i = 0; i < lines; ++i, ahead_ += 64) _mm_prefetch(ahead_, _MM_HINT_T1);
     }
 
     const uint8_t* rows_[kRows];
-    int64_t row_bytes_;
+    const char* ahead_;
     int columns_;
     const QuantisedRow* x_;
     int count_;
