@@ -97,6 +97,14 @@ class Stager(Protocol):
         """Have these experts of a layer brought, without waiting: those that decode rows chose, and the others."""
         ...
 
+    def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Those of these experts that are not in memory."""
+        ...
+
+    def foresee(self, layer: int, experts: Sequence[int]) -> None:
+        """Decode will probably choose these absent experts of a layer next, the likeliest first."""
+        ...
+
     def arrivals(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """What was requested, part by part, as it comes: experts and the addresses of their records.
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sparkd.errors import UnsupportedError
 from sparkd.executors.base import Batch, RecordRefused, RowKind, Segment, Stager, StepResult
 from sparkd.executors.check import check_batch
+from sparkd.executors.foresight import Foresight
 from sparkd.executors.weights import Piece, Weights
 from sparkd.gguf.formats import Arithmetic, Format
 from sparkd.graph import ops
@@ -65,9 +66,13 @@ class NativeExecutor:
         threads: int,
         isa: str = "auto",
         stager: Stager | None = None,
+        foresight: Foresight | None = None,
         keep: Collection[ops.Value] = (),
     ) -> None:
-        """With a stager the addresses of records are the stager's; else `weights` has all of them."""
+        """With a stager the addresses of records are the stager's; else `weights` has all of them.
+
+        `foresight` tells the stager what may be missed next.
+        """
         module = native(isa)
         behind = overtakers(program)
         values = plan_values(program, keep, overtaken=behind)
@@ -77,6 +82,7 @@ class NativeExecutor:
         self._weights = weights
         self._max_rows = max_rows
         self._stager = stager
+        self._foresight = foresight
         self._plan: Any = module.Plan(max_rows, threads, values.width)
         for layer in program.expert_layers:
             self._plan.expert_layer(layer.experts)
@@ -93,7 +99,7 @@ class NativeExecutor:
             layout.record_bytes,
             layout.kv_bytes,
         )
-        self._kept = {value: lowering.values[value] for value in keep}
+        self._values = lowering.values
         self._rows = 0
         self._top_k = _common_top_k(program)
         self._experts = tuple(layer.experts for layer in program.expert_layers)
@@ -128,6 +134,8 @@ class NativeExecutor:
         waited = np.empty(self._rows, np.int32)
         if self._stager is not None and (addresses := self._stager.begin()) is not None:
             self._plan.publish(addresses)
+        if self._foresight is not None:
+            self._foresight.begin()
         waited_s = 0.0
         pause = self._plan.step(tokens, segments, tables, logits_rows, logits, batch.best_of, best, experts, waited)
         while pause is not None:
@@ -153,6 +161,9 @@ class NativeExecutor:
         if self._stager is None:
             raise RuntimeError(f"experts {decode + prefill} of expert layer {layer} have no address")
         self._stager.request(layer, decode, prefill)
+        if self._foresight is not None and not prefill:
+            # The disk has something to do already; what it does next should be known when it has done that.
+            self._look_ahead(self._stager, self._foresight, layer, decode)
         self._plan.meanwhile()
         waited_s = 0.0
         began = time.monotonic()
@@ -166,10 +177,19 @@ class NativeExecutor:
             raise RecordRefused(error.what, error.layer, error.expert, rows) from None
         return waited_s
 
+    def _look_ahead(self, stager: Stager, foresight: Foresight, layer: int, missed: list[int]) -> None:
+        foresight.missed(layer, missed)
+        value = foresight.wanted(layer, self._rows)
+        if value is not None:
+            absent = stager.absent(layer + 1, foresight.guess(layer, self.trace(value)))
+            foresight.guessed(layer + 1, absent)
+            if foresight.on and absent:
+                stager.foresee(layer + 1, absent)
+
     def trace(self, value: ops.Value) -> NDArray[np.float32]:
-        """A kept value of the last step, float32 [rows, width]."""
+        """A value that is kept or, while a step is paused, read later: of the last step, float32 [rows, width]."""
         out = np.empty((self._rows, value.width), np.float32)
-        self._plan.trace(self._kept[value], out)
+        self._plan.trace(self._values[value], out)
         return out
 
 

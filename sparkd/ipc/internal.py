@@ -3,7 +3,7 @@
     supervisor ── Run, Abort, Encode, Decode, StatusQuery, Reconfigure, Placement, Stop ──► child
     supervisor ◄── ChildHello, ChildProgress, Ready, Heartbeat, Admitted, Prefilled, Produced, Done, Refused, Encoded,
                    StatusAnswer, Placement, ChildFailed ── child
-    worker ── Attach, Stage, Release, Used ──► store ── Attached, Staged ──► worker
+    worker ── Attach, Stage, Foreseen, Release, Used ──► store ── Attached, Staged ──► worker
 
 A Placement goes from the calibrator by way of the supervisor to the store. Routed ids reach the calibrator through
 `ipc/routing`.
@@ -272,6 +272,16 @@ class Staged:
     generations: list[int]
     error: str | None = None
     refused: list[int] | None = None
+
+
+@message("foreseen")
+class Foreseen:
+    """Records (pairs of expert layer, expert) that a step will probably miss next, the likeliest first. No answer.
+
+    They are read while nothing else is. What was foreseen before and has not begun is forgotten.
+    """
+
+    records: list[list[int]]
 
 
 @message("release")

@@ -12,7 +12,8 @@ class Copy:
     """Copy the record into the slot of its slab, and call `copied` or `failed` with this command when that has ended.
 
     `reserve`: the slot is one of the reserve; its record is never published. `source`: a slot of the same slab that has
-    the record's bytes, until the copy has ended; None: they are in the next tier alone.
+    the record's bytes, until the copy has ended; None: they are in the next tier alone. `ahead`: nobody waits for it,
+    but somebody soon may; it comes behind what is waited for, and may end as failed if it was not begun.
     """
 
     record: Record
@@ -20,11 +21,12 @@ class Copy:
     place: Place
     reserve: bool
     source: Place | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Hurry:
-    """A part of a step waits for the copy, which began for something that nobody waits for."""
+    """A part of a step waits for the copy, which began when nobody did."""
 
     copy: Copy
 

@@ -54,7 +54,8 @@ class Heats(Generic[RecordT]):
 class Ring(Generic[RecordT]):
     """Members, of which the coldest can be found: logarithmic time for each use of a member, at most.
 
-    A member that has just come in counts as used once in that step, if its heat is less: it was brought for a use.
+    A member that has just come in counts as used once in that step, if its heat is less: it was brought for a use. Not
+    so one that was brought ahead of need: it has to be used before it is worth a place.
     """
 
     def __init__(self, heats: Heats[RecordT]) -> None:
@@ -65,14 +66,15 @@ class Ring(Generic[RecordT]):
         self._heap: list[tuple[float, int, RecordT]] = []
         self._comings = 0
 
-    def add(self, record: RecordT) -> None:
-        """Take in a member."""
+    def add(self, record: RecordT, ahead: bool = False) -> None:
+        """Take in a member; `ahead` of need or for a use."""
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [entry for entry in self._heap if self._members.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
         self._comings += 1
         self._members[record] = self._comings
-        heapq.heappush(self._heap, (max(self._logs.get(record, -math.inf), self._heats.now), self._comings, record))
+        heat = self._logs.get(record, -math.inf)
+        heapq.heappush(self._heap, (heat if ahead else max(heat, self._heats.now), self._comings, record))
 
     def remove(self, record: RecordT) -> None:
         """Let a member go. KeyError when it is none."""

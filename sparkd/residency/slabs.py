@@ -74,6 +74,7 @@ class Slab:
     """
 
     def __init__(self, number: int, size: SlabSize, records: int, heats: Heats[Record]) -> None:
+        self.number = number
         self.size = size
         self.full = size.holds(records)
         self.slots = [Slot(number, Place(n, 0), n >= size.ordinary) for n in range(size.slots)]

@@ -72,7 +72,7 @@ class Slot:
 
     The generation in `place` rises with every copy into the slot, so that a place never means two fillings. `leases`
     are the numbers of the leases on it, `sources` counts the copies that read from it; `hot`: its record is, or will
-    be, of the hot set.
+    be, of the hot set; `ahead`: it was copied ahead of need, and nobody has leased it since.
     """
 
     slab: int
@@ -83,6 +83,7 @@ class Slot:
     hot: bool = False
     leases: set[int] = field(default_factory=set)
     sources: int = 0
+    ahead: bool = False
 
     def turn(self, state: SlotState) -> None:
         """Change state. RuntimeError when the diagram has no such arrow."""

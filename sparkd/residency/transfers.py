@@ -242,9 +242,31 @@ class Residency:
             slot.turn(SlotState.RESIDENT)
             self._residents[slot.owner.layer] += 1
             if not slot.hot:
-                self._slabs[slot.slab].ring.add(slot.owner)
+                self._slabs[slot.slab].ring.add(slot.owner, slot.ahead)
             self._commands.append(Publish(slot.owner, slot.place))
         self._copied = []
+        return self._settle()
+
+    def foresee(self, worker: int, records: Iterable[Record]) -> list[Command]:
+        """Copy ahead of need what a step of a worker will probably miss; nothing is given up for it that is wanted.
+
+        As far as there are free slots, and half of a reserve, and no part waits. What the step uses of it, it missed.
+        """
+        taken = [copy.slab for copy in self._copying.values() if copy.ahead and copy.reserve]
+        for record in () if self._waiting else records:
+            slab = self._slab(record)
+            if self._holder(record) is not None or record in slab.leftovers or record in slab.hot_wants:
+                continue
+            if slab.free:
+                slab.ring_wants.pop(record, None)
+                slot = slab.free.popleft()
+            elif slab.reserve and taken.count(slab.number) < slab.size.reserve // 2:
+                slot = slab.take_reserve()
+                taken.append(slab.number)
+            else:
+                continue
+            self._begin(slab, slot, record, ahead=True)
+            self._missed.setdefault((worker, Use.DECODE), set()).add(record)
         return self._settle()
 
     # ---- leases ----
@@ -334,14 +356,15 @@ class Residency:
         self._epochs.retire(slot)
         slab.part(slot, SlotState.DRAINING)
 
-    def _begin(self, slab: Slab, slot: Slot, record: Record) -> Slot:
+    def _begin(self, slab: Slab, slot: Slot, record: Record, ahead: bool = False) -> Slot:
         slab.fill(slot, record)
+        slot.ahead = ahead
         (self._staged if slot.reserve else self._homes)[record] = slot
         source = None if slot.reserve else self._staged.get(record) or self._revive(slab, record)
         if source is not None:
             source.sources += 1
             self._sources[slot] = source
-        copy = Copy(record, slot.slab, slot.place, slot.reserve, None if source is None else source.place)
+        copy = Copy(record, slot.slab, slot.place, slot.reserve, None if source is None else source.place, ahead)
         self._copying[slot] = copy
         self._commands.append(copy)
         return slot
@@ -400,9 +423,10 @@ class Residency:
         for slot in slots.values():
             if slot.state is SlotState.COPYING:
                 lease.copying += 1
-                if not slot.reserve and not slot.leases:
+                if not slot.leases and (slot.ahead or not slot.reserve):
                     self._commands.append(Hurry(self._copying[slot]))
             slot.leases.add(lease.number)
+            slot.ahead = False
         lease.slots = slots
         if lease.copying:
             self._commands.append(Lend(lease.number, lease.places))

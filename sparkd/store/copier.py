@@ -8,9 +8,9 @@ at the same time if there are enough, each through a buffer of its own; neither 
 jobs (a step waits for them) come first; of the others only a few extents are under way at a time, so that a job that
 becomes urgent finds a free thread. Within a class jobs begin in the order they came.
 
-Urgent jobs whose extents can all go straight to their places have threads of their own (`readers.cpp`), which need no
-turn of the interpreter: while it is computed, turns are scarce. What these do not get to its end goes the other way,
-which finds out why.
+Urgent jobs, and those that soon may be, have threads of their own if all of their extents can go straight to their
+places (`readers.cpp`): these need no turn of the interpreter, and while it is computed, turns are scarce. They read
+ahead of need only while nobody waits. What they do not get to its end goes the other way, which finds out why.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import astuple
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from sparkd.errors import SparkError
@@ -40,7 +41,16 @@ EXPRESS = 3
 BACKGROUND = 2
 #: Called when all of a job has been copied, or with why it was not.
 Ended = Callable[[SparkError | None], None]
+#: Where no word has to be written when all is there.
 NOBODY = (0, 0, 0)
+
+
+class Need(Enum):
+    """Who waits for a job: a step; maybe a step, soon; nobody."""
+
+    NOW = "now"
+    SOON = "soon"
+    NONE = "none"
 
 
 class _Job:
@@ -79,6 +89,8 @@ class Copier:
         #: Once the arena is filled; and what is read there: key, job and extents by number.
         self._express: Readers | None = None
         self._expressed: dict[int, tuple[Hashable, _Job, list[Extent]]] = {}
+        #: Numbers of those that are read ahead of need, by key.
+        self._ahead: dict[Hashable, int] = {}
         self._number = 0
 
     # ---- life ----
@@ -114,7 +126,7 @@ class Copier:
     # ---- jobs ----
 
     def begin(
-        self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False, told: Told = NOBODY
+        self, key: Hashable, extents: Iterable[Extent], ended: Ended, need: Need = Need.NONE, told: Told = NOBODY
     ) -> None:
         """Add a job; `ended` is called by one of the threads, which holds no lock then.
 
@@ -122,22 +134,26 @@ class Copier:
         """
         job = _Job(extents, ended, told)
         with self._changed:
-            if urgent:
-                self._begin_urgent(key, job)
-            else:
-                self._others[key] = job
+            if need is Need.NONE or not self._express_takes(key, job, need):
+                (self._urgent if need is Need.NOW else self._others)[key] = job
                 self._changed.notify(job.open)
 
     def hurry(self, key: Hashable) -> None:
         """Somebody waits for a job now. Nothing, if all of it has begun."""
         with self._changed:
-            job = self._others.pop(key, None)
-            if job is not None:
-                self._begin_urgent(key, job)
+            if self._express is not None and (number := self._ahead.pop(key, None)) is not None:
+                self._express.hurry(number)
+            elif (job := self._others.pop(key, None)) is not None and not self._express_takes(key, job, Need.NOW):
+                self._urgent[key] = job
+                self._changed.notify(job.open)
 
     def withdraw(self, key: Hashable) -> bool:
         """Give a job up, unless it has begun; true: it was given up, and will not be told as ended."""
         with self._changed:
+            number = self._ahead.get(key)
+            if self._express is not None and number is not None and self._express.withdraw(number):
+                del self._ahead[key], self._expressed[number]
+                return True
             for jobs in (self._urgent, self._others):
                 job = jobs.get(key)
                 if job is not None and job.open == len(job.waiting):
@@ -166,18 +182,21 @@ class Copier:
 
     # ---- inside ----
 
-    def _begin_urgent(self, key: Hashable, job: _Job) -> None:
+    def _express_takes(self, key: Hashable, job: _Job, need: Need) -> bool:
+        """Have a job read by the threads for what somebody waits for, if all of it can go straight to its place."""
+        if self._express is None:
+            return False
         extents = job.waiting[::-1]
-        pieces = [self._piece(extent) for extent in extents] if self._express is not None else []
-        straight = [piece for piece in pieces if piece is not None]
-        if self._express is not None and len(straight) == len(extents):
-            job.waiting = []
-            self._number += 1
-            self._expressed[self._number] = key, job, extents
-            self._express.begin(self._number, straight, job.told)
-        else:
-            self._urgent[key] = job
-            self._changed.notify(len(extents))
+        pieces = [piece for extent in extents if (piece := self._piece(extent)) is not None]
+        if len(pieces) < len(extents):
+            return False
+        job.waiting = []
+        self._number += 1
+        self._expressed[self._number] = key, job, extents
+        if need is Need.SOON:
+            self._ahead[key] = self._number
+        self._express.begin(self._number, pieces, job.told, need is Need.SOON)
+        return True
 
     def _piece(self, extent: Extent) -> Piece | None:
         """An extent for `Readers`; None: it cannot go straight to its place."""
@@ -202,6 +221,7 @@ class Copier:
     def _end_one(self, number: int, complete: bool) -> None:
         with self._changed:
             key, job, extents = self._expressed.pop(number)
+            self._ahead.pop(key, None)
             if not complete:
                 job.waiting = extents[::-1]
                 self._urgent[key] = job

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from sparkd.errors import SparkError
 from sparkd.residency.slots import Record
-from sparkd.store.copier import Copier
+from sparkd.store.copier import Copier, Need
 from sparkd.store.layout import Extent, core_extent
 from sparkd.store.residents import Residents
 
@@ -98,7 +98,7 @@ class Loader:
         pieces = list(_pieces(self._core))
         self._core_pieces = len(pieces)
         for number, piece in enumerate(pieces):
-            self._copier.begin(("core", number), [piece], self._core_ended, urgent=True)
+            self._copier.begin(("core", number), [piece], self._core_ended, Need.NOW)
         with self._changed:
             while self._core_pieces and self._core_error is None and not self._stopped():
                 self._changed.wait(1.0)

@@ -14,6 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <condition_variable>
@@ -74,24 +75,48 @@ void wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock) 
     pthread_cond_wait(changed.native_handle(), lock.mutex()->native_handle());
 }
 
+// Jobs that somebody waits for are read at once; those *ahead* of need only while there are no others. For each kind
+// there are as many threads, so that one that is read ahead keeps nobody from beginning.
 class Readers {
   public:
-    Readers(int threads, std::map<int, Identity> files) : files_(std::move(files)) {
+    Readers(int threads, std::map<int, Identity> files) : files_(std::move(files)), most_(static_cast<size_t>(threads)) {
         if (threads < 1 || threads > 1024) throw std::invalid_argument("1 to 1024 threads read");
-        for (int n = 0; n < threads; ++n) threads_.emplace_back([this] { work(); });
+        for (int n = 0; n < 2 * threads; ++n) threads_.emplace_back([this] { work(); });
     }
     ~Readers() { close(); }
     Readers(const Readers&) = delete;
     Readers& operator=(const Readers&) = delete;
 
-    void begin(uint64_t number, std::vector<Piece> pieces, Told told) {
+    void begin(uint64_t number, std::vector<Piece> pieces, Told told, bool ahead) {
         if (pieces.empty()) throw std::invalid_argument("a job without pieces");
         const auto job = std::make_shared<Job>(Job{number, pieces.size(), true, told});
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            for (const Piece& piece : pieces) waiting_.emplace_back(job, piece);
+            for (const Piece& piece : pieces) (ahead ? ahead_ : urgent_).waiting.emplace_back(job, piece);
         }
         for (size_t n = 0; n < pieces.size(); ++n) work_there_.notify_one();
+    }
+
+    void hurry(uint64_t number) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            std::deque<Task>& from = ahead_.waiting;
+            const auto first = std::stable_partition(from.begin(), from.end(),
+                                                     [&](const Task& task) { return task.first->number != number; });
+            urgent_.waiting.insert(urgent_.waiting.end(), first, from.end());
+            from.erase(first, from.end());
+        }
+        work_there_.notify_all();
+    }
+
+    bool withdraw(uint64_t number) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        std::deque<Task>& from = ahead_.waiting;
+        const auto of_job = [&](const Task& task) { return task.first->number == number; };
+        const auto found = std::find_if(from.begin(), from.end(), of_job);
+        if (found == from.end() || !found->first->untouched) return false;
+        from.erase(std::remove_if(from.begin(), from.end(), of_job), from.end());
+        return true;
     }
 
     std::vector<Ended> ended() {
@@ -117,7 +142,19 @@ class Readers {
         size_t open;  // pieces
         bool good;
         Told told;
+        bool untouched = true;  // no piece has begun
     };
+    using Task = std::pair<std::shared_ptr<Job>, Piece>;
+    struct Kind {
+        std::deque<Task> waiting;
+        size_t under_way = 0;
+    };
+
+    Kind* next() {
+        if (!urgent_.waiting.empty()) return urgent_.under_way < most_ ? &urgent_ : nullptr;
+        const bool idle = urgent_.under_way == 0 && ahead_.under_way < most_;
+        return idle && !ahead_.waiting.empty() ? &ahead_ : nullptr;
+    }
 
     // Whether a piece is in place, and its file still what it was when it was opened.
     bool read(const Piece& piece) const {
@@ -128,10 +165,13 @@ class Readers {
     void work() {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            while (waiting_.empty() && !closed_) wait(work_there_, lock);
+            Kind* kind;
+            while ((kind = next()) == nullptr && !closed_) wait(work_there_, lock);
             if (closed_) return;
-            const auto [job, piece] = std::move(waiting_.front());
-            waiting_.pop_front();
+            const auto [job, piece] = std::move(kind->waiting.front());
+            kind->waiting.pop_front();
+            job->untouched = false;
+            ++kind->under_way;
             lock.unlock();
             const bool good = read(piece);
             lock.lock();
@@ -141,13 +181,16 @@ class Readers {
                 ended_.emplace_back(job->number, job->good);
                 job_ended_.notify_one();
             }
+            if (--kind->under_way == 0 && kind == &urgent_ && urgent_.waiting.empty() && !ahead_.waiting.empty())
+                work_there_.notify_all();
         }
     }
 
     const std::map<int, Identity> files_;  // by descriptor
+    const size_t most_;                    // pieces of a kind that are read at a time
     std::mutex mutex_;
     std::condition_variable work_there_, job_ended_;
-    std::deque<std::pair<std::shared_ptr<Job>, Piece>> waiting_;
+    Kind urgent_, ahead_;
     std::vector<Ended> ended_;
     bool closed_ = false;
     std::vector<std::thread> threads_;
@@ -158,7 +201,10 @@ class Readers {
 NB_MODULE(_readers, m) {
     nb::class_<Readers>(m, "Readers")
         .def(nb::init<int, std::map<int, Identity>>(), nb::arg("threads"), nb::arg("files"))
-        .def("begin", &Readers::begin, nb::arg("job"), nb::arg("pieces"), nb::arg("told") = Told{})
+        .def("begin", &Readers::begin, nb::arg("job"), nb::arg("pieces"), nb::arg("told") = Told{},
+             nb::arg("ahead") = false)
+        .def("hurry", &Readers::hurry, nb::arg("job"))
+        .def("withdraw", &Readers::withdraw, nb::arg("job"))
         .def("ended", &Readers::ended, nb::call_guard<nb::gil_scoped_release>())
         .def("close", &Readers::close, nb::call_guard<nb::gil_scoped_release>());
 }

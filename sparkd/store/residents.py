@@ -24,7 +24,7 @@ from sparkd.residency.slabs import LayerSize, SlabUse
 from sparkd.residency.slots import Place, Record
 from sparkd.residency.transfers import Residency
 from sparkd.store.arena import Arena
-from sparkd.store.copier import NOBODY, Ended
+from sparkd.store.copier import NOBODY, Ended, Need
 from sparkd.store.layout import IN_ARENA, Extent, record_extents
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Copying(Protocol):
     """Who copies: `sparkd.store.copier.Copier`, or a test."""
 
     def begin(
-        self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False, told: Told = NOBODY
+        self, key: Hashable, extents: Iterable[Extent], ended: Ended, need: Need = Need.NONE, told: Told = NOBODY
     ) -> None:
         """Copy extents; call `ended` at the end, from another thread or later. `told` may be before that."""
         ...
@@ -79,6 +79,8 @@ class Residents:
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._under_way = 0
+        #: Copies ahead of need that are under way.
+        self._ahead: dict[Record, Copy] = {}
         self._answers: list[Lend | Grant | Refuse] = []
         self._placed: int | None = None
         self._stalled = False
@@ -133,10 +135,21 @@ class Residents:
     def stage(self, worker: int, records: Sequence[Record], use: Use) -> int:
         """Lease records for a part of a step; the answer comes with `answers`. ValueError: more than the reserve."""
         with self._lock:
+            self._forget_foreseen(records)
             number, commands = self._engine.stage(worker, records, use)
             self._carry_out(commands)
             self._observe()
         return number
+
+    def foresee(self, worker: int, records: Sequence[Record]) -> None:
+        """A step will probably miss these next, the likeliest first: they are read while nothing else is.
+
+        What was foreseen before and has not begun is forgotten, as it is when something is staged.
+        """
+        with self._lock:
+            self._forget_foreseen(records)
+            self._carry_out(self._engine.foresee(worker, records))
+            self._observe()
 
     def used(self, worker: int, records: Sequence[Record], use: Use) -> None:
         """A step has ended that used these records, each named once."""
@@ -264,6 +277,16 @@ class Residents:
             if not any(isinstance(command, Retract) for command in commands):
                 return
 
+    def _forget_foreseen(self, wanted: Iterable[Record]) -> None:
+        for record in self._ahead.keys() - set(wanted):
+            copy = self._ahead[record]
+            if self._copies.withdraw(self._key(copy)):
+                del self._ahead[record]
+                self._under_way -= 1
+                if not copy.reserve:
+                    self._set(record, State.ABSENT, copy.place)
+                self._carry_out(self._engine.failed(copy, "given up"))
+
     def _carry_out(self, commands: Iterable[Command]) -> None:
         commands = list(commands)
         directory = self.arena.directory
@@ -271,15 +294,19 @@ class Residents:
         withdrawn = []
         for command in commands:
             match command:
-                case Copy(record, _, place, reserve):
+                case Copy(record, _, place, reserve, _, ahead):
                     if not reserve:
                         self._set(record, State.LOADING, place)
                     self._under_way += 1
                     ended = functools.partial(self._ended, command)
-                    urgent = reserve or command in hurried
+                    need = Need.NOW if (reserve and not ahead) or command in hurried else Need.NONE
+                    if ahead:
+                        need = Need.SOON
+                        self._ahead[record] = command
                     told = directory.told_at(self._number(command), place.generation)
-                    self._copies.begin(self._key(command), self._work(command), ended, urgent=urgent, told=told)
+                    self._copies.begin(self._key(command), self._work(command), ended, need, told)
                 case Hurry(copy):
+                    self._ahead.pop(copy.record, None)
                     self._copies.hurry(self._key(copy))
                 case Cancel(copy):
                     if not copy.reserve:
@@ -300,6 +327,7 @@ class Residents:
         """A copy has ended (in one of the copier's threads)."""
         with self._settled:
             self._under_way -= 1
+            self._ahead.pop(copy.record, None)
             if error is None:
                 # While the slot cannot be given to another.
                 self.arena.directory.filled(self._number(copy), copy.place.generation)

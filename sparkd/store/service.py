@@ -10,7 +10,7 @@ import numpy as np
 
 from sparkd.ipc import internal
 from sparkd.ipc.directory import WORKERS
-from sparkd.ipc.internal import Attach, Attached, Release, Stage, Staged, Used
+from sparkd.ipc.internal import Attach, Attached, Foreseen, Release, Stage, Staged, Used
 from sparkd.ipc.messages import Json, Message, MessageError
 from sparkd.residency.commands import Grant, Lend, Refuse
 from sparkd.residency.leases import Use
@@ -69,6 +69,9 @@ class StoreService:
                 if asked is None or asked.peer != peer:
                     raise MessageError(f"release of lease {msg.lease}, which is not held by this worker")
                 self._release(msg.lease)
+                return None
+            case Foreseen():
+                self._foreseen(peer, msg)
                 return None
             case Used():
                 self._used(peer, msg)
@@ -197,6 +200,14 @@ class StoreService:
             return Staged(msg.batch, 0, [], [], str(problem))
         self._leases[lease] = _Asked(peer, msg.batch)
         return None
+
+    def _foreseen(self, peer: bytes, msg: Foreseen) -> None:
+        worker = self._worker(peer)
+        if worker is None:
+            raise MessageError("a worker attaches before it tells what it foresees")
+        if error := self._wrong_records(msg.records):
+            raise MessageError(error)
+        self._residents.foresee(worker, [Record(*record) for record in msg.records])
 
     def _used(self, peer: bytes, msg: Used) -> None:
         worker = self._worker(peer)

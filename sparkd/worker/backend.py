@@ -7,6 +7,7 @@ from typing import Protocol
 
 from sparkd.config import Settings
 from sparkd.executors.base import Executor
+from sparkd.executors.foresight import Foresight
 from sparkd.executors.native import NativeExecutor, StateMemory, product_paths
 from sparkd.gguf.formats import Format
 from sparkd.graph.state import StateLayout
@@ -88,6 +89,7 @@ class NativeBackend:
         self._isa = available()[0] if settings.cpu.isa == "auto" else settings.cpu.isa
         self._formats = computed_with(arena)
         self._stager = StoreStager(arena, store, worker, went_on) if arena.layout.partial else None
+        self._foresight = Foresight(arena.program, arena) if arena.layout.partial else None
         memory = StateMemory.allocate(layout, self.size.pages, self.size.records)
         self.executor: Executor = NativeExecutor(
             arena.program,
@@ -98,6 +100,7 @@ class NativeBackend:
             threads=self._threads,
             isa=self._isa,
             stager=self._stager,
+            foresight=self._foresight,
         )
 
     def used(self, routing: Routing) -> None:
@@ -131,6 +134,8 @@ class NativeBackend:
             "kv_type": self._kv_type,
             "types": product_paths(self._formats, self._isa),
         }
+        if self._foresight is not None:
+            executor["read_ahead"] = self._foresight.status()
         return {"executor": executor}
 
     def close(self) -> None:

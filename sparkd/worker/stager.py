@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from sparkd.errors import UnavailableError
 from sparkd.executors.base import RecordRefused
-from sparkd.ipc.internal import Attach, Attached, Release, Stage, Staged, Used
+from sparkd.ipc.directory import State
+from sparkd.ipc.internal import Attach, Attached, Foreseen, Release, Stage, Staged, Used
 from sparkd.ipc.sockets import Channel, PeerSlow
 from sparkd.store.arena import Arena
 from sparkd.store.layout import Slab
@@ -77,6 +78,8 @@ class StoreStager:
         self._words: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._asked: dict[int, _Part] = {}
         self._lent: dict[int, _Lent] = {}
+        #: Experts of the layer that came since the step began, and where they are.
+        self._there: list[tuple[int, int]] = []
         #: Leases of what has been computed.
         self._over: list[int] = []
         self._batch = 0
@@ -91,17 +94,40 @@ class StoreStager:
         self._words = words
         return self._arena.addresses(words)
 
+    def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Those of these experts that are not in memory."""
+        words = self._arena.directory.snapshot()[layer] >> np.uint64(62)
+        return [expert for expert in experts if words[expert] != State.RESIDENT]
+
+    def foresee(self, layer: int, experts: Sequence[int]) -> None:
+        """Tell the store what a step will probably miss next. Nobody waits for it, so nobody hears if that is lost."""
+        with contextlib.suppress(PeerSlow):
+            self._channel.send(Foreseen([[layer, expert] for expert in experts]))
+
     def request(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> None:
-        """Send what is missing to the store, in parts, decode first. PeerSlow: it takes no messages."""
+        """Send what is missing to the store, in parts, decode first. PeerSlow: it takes no messages.
+
+        What has become resident since the step began may be read until its end.
+        """
         self._notice_loss()
         limit = self._limits[layer]
-        for use, experts in (("decode", decode), ("prefill", prefill)):
+        entries = {expert: self._arena.directory.entry(layer, expert) for expert in (*decode, *prefill)}
+        self._there = [
+            (expert, self._arena.address(layer, entry.slot))
+            for expert, entry in entries.items()
+            if entry.state is State.RESIDENT
+        ]
+        there = dict(self._there)
+        for use, chosen in (("decode", decode), ("prefill", prefill)):
+            experts = [expert for expert in chosen if expert not in there]
             for first in range(0, len(experts), limit):
                 self._ask(_Part(layer, experts[first : first + limit], use))
         self._give_back()
 
     def arrivals(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """The records as they come. UnavailableError: the store refuses this worker, or what it asked for."""
+        if self._there:
+            yield [expert for expert, _ in self._there], [address for _, address in self._there]
         while self._asked or self._lent:
             rung = self._arena.directory.rung()
             came = self._came()

@@ -97,6 +97,7 @@ class Machine:
         isa: str = "auto",
         sequences: int = 4,
         stager: Any = None,
+        foresight: Any = None,
         keep: Collection[Value] = (),
     ) -> None:
         layout = StateLayout.of(loaded.program, kv_bytes)
@@ -116,6 +117,7 @@ class Machine:
             threads=threads,
             isa=isa,
             stager=stager,
+            foresight=foresight,
             keep=keep,
         )
 

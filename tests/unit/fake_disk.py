@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from filled_arena import Filled
 
 from sparkd.errors import ModelFileError
-from sparkd.store.copier import Ended
+from sparkd.store.copier import Ended, Need
 from sparkd.store.layout import IN_ARENA, Extent
 
 
@@ -31,10 +31,10 @@ class FakeDisk:
         self.moves = 0
 
     def begin(
-        self, key: Hashable, extents: Iterable[Extent], ended: Ended, urgent: bool = False, told: object = None
+        self, key: Hashable, extents: Iterable[Extent], ended: Ended, need: Need = Need.NONE, told: object = None
     ) -> None:
         assert key not in self.jobs, "two copies into one slot"
-        self.jobs[key] = Job(list(extents), ended, urgent)
+        self.jobs[key] = Job(list(extents), ended, need is Need.NOW)
 
     def hurry(self, key: Hashable) -> None:
         if key in self.jobs:

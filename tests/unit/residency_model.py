@@ -64,6 +64,8 @@ class Tier:
         #: Records that slots of the reserve hold as a whole, leased or not.
         self.whole: dict[Key, Record] = {}
         self.copies: list[Copy] = []
+        #: Fillings ahead of need that nobody has leased since.
+        self.ahead: set[tuple[int, Place]] = set()
         self.cancelled: set[Copy] = set()
         #: Admitted records whose copy has begun, and that are neither published nor given back.
         self.open: set[Record] = set()
@@ -86,6 +88,15 @@ class Tier:
         self.asked[number] = asked
         self.run(commands)
         return number
+
+    def foresee(self, worker: int, records: Iterable[Record]) -> None:
+        commands = self.engine.foresee(worker, records)
+        ahead = [command for command in commands if isinstance(command, Copy) and command.ahead]
+        self.run(commands)
+        for slab, size in enumerate(self.slabs):
+            mine = [copy for copy in self.copies if copy.ahead and copy.reserve and copy.slab == slab]
+            assert len(mine) <= size.reserve // 2
+        assert not ahead or not any(state is LeaseState.WAITING for state in self.engine.leases().values())
 
     def part(self, layer: int, experts: Iterable[int]) -> list[Record]:
         limit = self.engine.part_limit(layer)
@@ -217,6 +228,7 @@ class Tier:
                 case Copy():
                     self._copy(command)
                 case Hurry(copy):
+                    self.ahead.discard((copy.slab, copy.place))
                     assert copy in self.copies
                     assert copy not in self.cancelled
                 case Cancel(copy):
@@ -234,6 +246,7 @@ class Tier:
                     assert (asked.lent, asked.places) == (None, None)
                     assert len(places) == len(asked.records)
                     asked.lent = places
+                    self._leased(asked, places)
                 case Grant(number, places):
                     self._grant(number, places)
                 case Refuse(number, record, reason):
@@ -241,6 +254,9 @@ class Tier:
                     asked = self.asked.pop(number)
                     assert asked.places is None
                     assert record in asked.records
+
+    def _leased(self, asked: Asked, places: tuple[Place, ...]) -> None:
+        self.ahead -= {(self.slab(record), place) for record, place in zip(asked.records, places, strict=True)}
 
     def _copy(self, copy: Copy) -> None:
         slab, size = copy.slab, self.slabs[copy.slab]
@@ -264,6 +280,9 @@ class Tier:
             assert copy.source.slot >= size.ordinary
             assert self.content[slab, copy.source.slot] == (copy.record, copy.source.generation), "copied from nothing"
         self.generation[key] = copy.place.generation
+        if copy.ahead:
+            assert copy.source is None
+            self.ahead.add((slab, copy.place))
         self.content[key] = None
         self.whole.pop(key, None)
         self.copies.append(copy)
@@ -276,7 +295,7 @@ class Tier:
         assert record not in self.words
         self.words[record] = place
         self.open.remove(record)
-        self.welcome[record] = 1.0
+        self.welcome[record] = 0.0 if (key[0], place) in self.ahead else 1.0
         for worker in self.workers:
             for step in worker.running:
                 step.readable.add((record, place))
@@ -305,6 +324,7 @@ class Tier:
         assert asked.places is None
         assert len(places) == len(asked.records)
         assert asked.lent in (None, places), "granted elsewhere than it was lent"
+        self._leased(asked, places)
         self.granted += 1
         asked.places = places
         reserve: dict[int, set[int]] = {}

@@ -57,6 +57,11 @@ class Machine(RuleBasedStateMachine):
     def release(self, number):
         self.tier.release(self.pick(number, self.tier.asked))
 
+    @rule(worker=WORKER, picks=PICKS)
+    def foresee(self, worker, picks):
+        assume(self.tier.workers[worker].alive)
+        self.tier.foresee(worker, self.records(picks))
+
     @rule(picks=PICKS)
     def admit(self, picks):
         self.tier.admit(self.records(picks))

@@ -16,7 +16,7 @@ from filled_arena import Filled, empty, regions_closed
 from sparkd.errors import UnavailableError
 from sparkd.executors.base import RecordRefused
 from sparkd.ipc.directory import Entry, State
-from sparkd.ipc.internal import Attach, Attached, Release, Stage, Staged, Used
+from sparkd.ipc.internal import Attach, Attached, Foreseen, Release, Stage, Staged, Used
 from sparkd.ipc.messages import Message
 from sparkd.ipc.sockets import Channel, Router
 from sparkd.residency.slabs import SlabSize
@@ -121,8 +121,8 @@ def granting(setting: Setting, *, come: bool = True) -> Answer:
 
 def test_parts_are_half_the_reserve_decode_first_and_given_back_when_they_have_been_read(setting: Setting) -> None:
     store = setting.store(granting(setting))
-    setting.stager.request(1, [3, 5, 9], [4])
-    expected = [([3, 5], [3, 5]), ([9], [9]), ([4], [4])]
+    setting.stager.request(1, [3, 5, 7], [4])
+    expected = [([3, 5], [3, 5]), ([7], [7]), ([4], [4])]
     for number, ((experts, addresses), (named, slots)) in enumerate(
         zip(setting.stager.arrivals(), expected, strict=True)
     ):
@@ -132,7 +132,7 @@ def test_parts_are_half_the_reserve_decode_first_and_given_back_when_they_have_b
     setting.stager.request(1, [], [])
     setting.channel.send(Attach(0, ""))
     assert setting.channel.receive(60) == ATTACHED
-    assert store.stages() == [("decode", [[1, 3], [1, 5]]), ("decode", [[1, 9]]), ("prefill", [[1, 4]])]
+    assert store.stages() == [("decode", [[1, 3], [1, 5]]), ("decode", [[1, 7]]), ("prefill", [[1, 4]])]
     assert [msg.lease for msg in store.heard if isinstance(msg, Release)] == [1, 2, 3]
 
 
@@ -326,3 +326,17 @@ def test_the_store_hears_which_records_a_step_used_for_what(setting: Setting) ->
 
     assert (first.step, words(first.decode), words(first.prefill)) == (9, expected(1, 2, 5), expected(0, 7))
     assert (second.step, words(second.decode), second.prefill) == (10, expected(0, 1, 2, 5, 7), b"")
+
+
+def test_what_has_become_resident_since_the_step_began_is_read_without_a_word_to_the_store(setting: Setting) -> None:
+    store = setting.store(granting(setting))
+    stager, directory = setting.stager, setting.arena.directory
+    stager.begin()
+    stager.foresee(1, stager.absent(1, [3, 4, 5]))
+    directory.publish(1, 3, Entry(State.RESIDENT, 1, 4))
+    directory.publish(1, 4, Entry(State.LOADING, 1, 5))
+    assert stager.absent(1, [3, 4]) == [4]
+    stager.request(1, [3, 4], [])
+    assert list(stager.arrivals()) == [([3], [setting.address(1, 4)]), ([4], [setting.address(1, 4)])]
+    assert [msg.records for msg in store.heard if isinstance(msg, Foreseen)] == [[[1, 3], [1, 4], [1, 5]]]
+    assert store.stages() == [("decode", [[1, 4]])]

@@ -21,7 +21,7 @@ from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import SlabSize
 from sparkd.residency.slots import Record
 from sparkd.store import copier, reading
-from sparkd.store.copier import BACKGROUND, Copier
+from sparkd.store.copier import BACKGROUND, Copier, Need
 from sparkd.store.layout import Extent
 
 NAME = "qwen35moe-tiny-s1-q4_k_m"
@@ -194,7 +194,7 @@ def test_urgent_jobs_come_first_and_others_leave_them_threads(path, monkeypatch)
     copier.open()
     gate.arrived(BACKGROUND)
     assert sorted(place[offset] for offset in gate.seen) == ["a", "b"], "the others wait"
-    copier.begin("e", extents["e"], _ended(results, "e", done), urgent=True)
+    copier.begin("e", extents["e"], _ended(results, "e", done), Need.NOW)
     copier.hurry("d")
     gate.arrived(2)
     assert sorted(place[offset] for offset in gate.seen[2:]) == ["d", "e"]
@@ -219,7 +219,7 @@ def test_the_pieces_of_one_record_are_read_at_the_same_time_and_one_that_fails_f
     beyond = path.stat().st_size + 4096
     extents = [Extent(0, start, target, 64), Extent(0, beyond, target, 64), Extent(0, beyond, target, 64)]
     copier.open()
-    copier.begin("record", extents, _ended(results, "record", done), urgent=True)
+    copier.begin("record", extents, _ended(results, "record", done), Need.NOW)
     gate.arrived(3)
     gate.let.release(3)
     assert done.acquire(timeout=PATIENCE_S)

@@ -108,3 +108,18 @@ def test_a_file_that_has_changed_meanwhile_is_not_what_was_asked_for(fd, region,
     strange.begin(1, [(fd, 0, 10, 10, region.address)])
     assert _ended(strange, 1) == {1: False}
     strange.close()
+
+
+def test_what_is_read_ahead_comes_after_all_that_somebody_waits_for_and_can_be_hurried_or_given_up(fd, region):
+    readers = Readers(1, _files(fd))
+    piece = fd, 0, SIZE, SIZE, region.address
+    readers.begin(0, [piece] * 300)  # long enough for what follows here
+    for job in (1, 2, 3):
+        readers.begin(job, [piece], ahead=True)
+    assert readers.withdraw(2)
+    assert not readers.withdraw(2)
+    readers.hurry(3)
+    assert not readers.withdraw(3)
+    assert list(_ended(readers, 3)) == [0, 3, 1]
+    assert not readers.withdraw(1)
+    readers.close()

@@ -272,6 +272,12 @@ class Machine(RuleBasedStateMachine):
         lease = self.one.residents.stage(worker, records, use)
         self.asked[lease], self.worker_of[lease] = records, worker
 
+    @rule(worker=st.integers(0, 1), layer=PICK, picks=st.lists(PICK, min_size=1, max_size=4))
+    def foresee(self, worker, layer, picks):
+        layer %= len(self.one.arena.layout.layers)
+        experts = dict.fromkeys(number % self.one.arena.layout.layers[layer].experts for number in picks)
+        self.one.residents.foresee(worker, [Record(layer, expert) for expert in experts])
+
     @precondition(lambda self: self.leased)
     @rule(number=PICK)
     def release(self, number):
