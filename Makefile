@@ -1,7 +1,8 @@
 # Everything here works on a fresh machine with Python 3.11+ and a C++17 compiler: each target makes its own .venv.
 #   make demo     build sparkd and let the built-in model answer
 #   make test     build sparkd with its test dependencies, check the code, run the tests
-#   make soak     the long tests: every golden vector and every chunking; the emulated kernels under sanitizers
+#   make soak     the long tests: every golden vector and every chunking; the emulated kernels under sanitizers, and
+#                 watched for accesses that no barrier orders
 #   make wheel    a wheel for this Python in dist/, which installs where there is no compiler
 #   make sanitize the kernels under the address, undefined-behaviour and thread sanitizers
 #   make clean    remove what was built
@@ -37,7 +38,7 @@ lint: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak
-	$(BIN)/python tests/emulator/sanitized.py forward,reverse,random -m "not soak" -n auto --maxprocesses 8 $(EMULATED)
+	$(BIN)/python tests/emulator/sanitized.py forward,reverse,random,races -m "not soak" -n auto --maxprocesses 8 $(EMULATED)
 
 # Runs on every x86-64 processor. auditwheel finds which C library is the oldest that will do, and names it in the file.
 wheel: | $(BIN)/python
@@ -66,7 +67,7 @@ SANITIZERS := $(foreach v,$(SANITIZED),$(foreach c,$(CHECKS),build/sanitize/$v/$
 sanitize: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j$$(nproc) $(SANITIZERS)
 	@for check in $(SANITIZERS); do echo "$$check"; $$check || exit 1; done
-	$(BIN)/python tests/emulator/sanitized.py random $(FEW)
+	$(BIN)/python tests/emulator/sanitized.py random,races $(FEW)
 	@echo "not for this machine: $(or $(filter-out $(SANITIZED),v3 vnni v4),nothing)"
 
 define SANITIZER

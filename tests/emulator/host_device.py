@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from simt import Kernel, build, sanitized
+from simt import Kernel, build, races, sanitized
 
 from sparkd.errors import DeviceError
 from sparkd.executors.device import ALIGNMENT, Launch
@@ -101,9 +101,19 @@ class HostDevice:
     context = 0
 
     def __init__(
-        self, *, size: int = 1 << 30, seed: int = 0, order: str = "forward", tensor_cores: bool = False
+        self,
+        *,
+        size: int = 1 << 30,
+        seed: int = 0,
+        order: str = "forward",
+        tensor_cores: bool = False,
+        find_races: bool = False,
     ) -> None:
-        """`tensor_cores`: integers of prompts by a model of `mma` (sm_80 and later), not by dp4a."""
+        """`tensor_cores`: integers of prompts by a model of `mma` (sm_80 and later), not by dp4a.
+
+        `find_races`: accesses to memory that nothing orders are errors.
+        """
+        self._find_races = find_races or races()
         self._prelude = "#define SPARK_TENSOR_CORES 1\n" if tensor_cores else ""
         self.dice = random.Random(seed)
         self.order = os.environ.get("SPARKD_SIMT_ORDER", order)
@@ -117,7 +127,7 @@ class HostDevice:
         self._kernels: dict[str, Kernel] = {}
 
     def compile(self, source: str, kernels: Sequence[str]) -> None:
-        library = build(self._prelude + source, kernels)
+        self.library = library = build(self._prelude + source, kernels, self._find_races)
         self._kernels.update((name, Kernel(library, name)) for name in kernels)
 
     def allocate(self, size: int) -> int:

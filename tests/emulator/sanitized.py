@@ -3,7 +3,8 @@
     python tests/emulator/sanitized.py ORDER[,ORDER...] [arguments of pytest, by default all tests of the emulator]
 
 Orders are forward, reverse and random. Kernels alone are compiled so; a read outside of what a device has allocated, or
-of shared memory, ends the run with a report.
+of shared memory, ends the run with a report. `races` instead: without sanitizers, accesses that nothing orders are
+errors (simt_races.h).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ FOLDER = Path(__file__).parent
 
 def environment(order: str) -> dict[str, str]:
     """For processes that load sanitized kernels: the sanitizer's allocator has to be there first."""
+    if order == "races":
+        return os.environ | {"SPARKD_SIMT_RACES": "1", "SPARKD_SIMT_ORDER": "random"}
     compiler = os.environ.get("CXX", "g++")
     libraries = []
     for name in ("libasan.so", "libstdc++.so"):
@@ -39,7 +42,7 @@ def main() -> int:
     orders, *arguments = sys.argv[1:]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--capture=sys", *(arguments or [str(FOLDER)])]
     for order in orders.split(","):
-        print(f"sanitized, threads {order}:", flush=True)
+        print(f"sanitized, {order}:", flush=True)
         if failed := subprocess.run(command, env=environment(order)).returncode:
             return failed
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -17,12 +18,14 @@ from sparkd.executors.device import Argument, Grid
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 _HEADER = Path(__file__).parent / "simt_host.h"
+_RACES = _HEADER.with_name("simt_races.h")
 _STUB = """#include "simt_host.h"
 #define SPARK_DYNAMIC_SHARED(T, name) SIMT_DYN_SHARED(T, name)
 namespace {
 #include "%s"
 }
 """
+_CODE = re.compile(r"0x[0-9a-f]+")
 #: Dynamic shared memory that every GPU gives without being asked twice.
 _MOST_SHARED = 48 << 10
 
@@ -43,30 +46,44 @@ def sanitized() -> bool:
     return os.environ.get("SPARKD_SIMT_SANITIZE") == "1"
 
 
-def build(source: str, kernels: Sequence[str]) -> ctypes.CDLL:
+def races() -> bool:
+    """Whether all kernels are built so that accesses which nothing orders are found (SPARKD_SIMT_RACES=1)."""
+    return os.environ.get("SPARKD_SIMT_RACES") == "1"
+
+
+def build(source: str, kernels: Sequence[str], find_races: bool = False) -> ctypes.CDLL:
     """Compile (once for each source) and load. DeviceError with the compiler's words."""
-    flags = ["-std=c++17", "-x", "c++", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
-    flags += ["-fno-strict-aliasing", "-w", "-I", str(_HEADER.parent)]
+    flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-O1"]
+    flags += ["-I", str(_HEADER.parent)]
     flags += ["-mfma"] if "fma" in Path("/proc/cpuinfo").read_text().split() else []
-    if sanitized():
-        flags += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    linked = []
+    if find_races:
+        flags += ["-g", "-fsanitize=thread"]
+    elif sanitized():
+        linked = ["-fsanitize=address,undefined"]
+        flags += ["-g", *linked, "-fno-sanitize-recover=undefined"]
         flags += ["-fno-omit-frame-pointer", "-fsanitize-sections=simt_shared"]
-    else:
-        flags.append("-O1")
-    key = hashlib.sha256(repr((source, kernels, flags, _HEADER.read_bytes())).encode()).hexdigest()[:24]
+    headers = [_HEADER.read_bytes(), _RACES.read_bytes()]
+    key = hashlib.sha256(repr((source, kernels, flags, headers)).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("SPARKD_TEST_MODELS") or tempfile.gettempdir()) / f"sparkd-emulated-{os.getuid()}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     library = folder / f"{key}.so"
     if not library.exists():
-        text = folder / f"{key}.{os.getpid()}.cu"
+        text, made, object = (folder / f"{key}.{os.getpid()}.{kind}" for kind in ("cu", "tmp", "o"))
         text.write_text(source)
         stub = _STUB % text + "".join(f"SIMT_EXPORT_AS({name}, spark::{name})\n" for name in kernels)
-        made = library.with_suffix(f".{os.getpid()}.tmp")
-        command = [os.environ.get("CXX", "g++"), *flags, "-o", str(made), "-"]
-        done = subprocess.run(command, input=stub.encode(), capture_output=True, check=False)
-        text.unlink()
-        if done.returncode:
-            raise DeviceError(f"kernels do not compile: {done.stderr.decode()[:4000]}")
+        compiler = os.environ.get("CXX", "g++")
+        # Linked by itself: what finds races is no library of the compiler's.
+        for command, given in (
+            ([compiler, *flags, "-x", "c++", "-c", "-o", str(object), "-"], stub.encode()),
+            ([compiler, "-shared", *linked, "-o", str(made), str(object)], b""),
+        ):
+            done = subprocess.run(command, input=given, capture_output=True, check=False)
+            if done.returncode:
+                raise DeviceError(f"kernels do not compile: {done.stderr.decode()[:4000]}")
+        if not find_races:  # whose reports quote it
+            text.unlink()
+        object.unlink()
         made.replace(library)
     return ctypes.CDLL(str(library))
 
@@ -102,7 +119,17 @@ class Kernel:
         )
         if self._launch(ctypes.byref(config), pointers):
             self._library.simt_error.restype = ctypes.c_char_p
-            raise DeviceError(f"{self.name}: {self._library.simt_error().decode()}")
+            raise DeviceError(f"{self.name}: {_CODE.sub(self._line, self._library.simt_error().decode())}")
+
+    def _line(self, code: re.Match[str]) -> str:
+        """The line of a source that was compiled to some code, for which the report has the address after it."""
+        command = ["addr2line", "-i", "-e", self._library._name, hex(int(code.group(), 16) - 1)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        for place in done.stdout.splitlines():
+            file, _, line = place.partition(":")
+            if file.endswith(".cu") and line.isdigit():
+                return f"{line} `{Path(file).read_text().splitlines()[int(line) - 1].strip()}`"
+        return code.group()
 
     def _packed(self, index: int, argument: Argument) -> ctypes.Array[ctypes.c_char]:
         data = np.uint64(argument).tobytes() if isinstance(argument, int) else argument.tobytes()
