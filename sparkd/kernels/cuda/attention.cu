@@ -282,9 +282,7 @@ extern "C" __global__ void merge_and_gate(const Batch* batch, float* partials, i
         out[span + i] = out[span + i] * (softly ? softplus(g) : sigmoid(g));
     }
     const Quantised forms = {q256, a256, q32, a32};
-    if (!forms.wanted()) return;
-    __syncthreads();
-    quantise_block(out + span, together * n, forms.at(span));
+    if (forms.wanted()) quantise_block(out + span, together * n, forms.at(span));
 }
 
 }  // namespace spark

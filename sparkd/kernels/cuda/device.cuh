@@ -105,7 +105,8 @@ struct Quantised {
 };
 
 // Quantises `count` elements by a block, whose threads all call this: at most 256, a multiple of 32; 256 for the form of
-// 256. `x` may have been written by other threads of the block before a barrier, or by other blocks before a fence.
+// 256. `x` may have been written by other threads of the block before a barrier, or by other blocks before a fence. In a
+// block of 256 each thread reads the element of its own number: what it has written itself needs no barrier.
 __device__ inline void quantise_block(const float* x, int count, Quantised out) {
     __shared__ uint32_t largest[8];
     const int warps = static_cast<int>(blockDim.x / 32u);

@@ -20,7 +20,8 @@ struct Groups {
 // Whether key `a` of expert `i` ranks before key `b` of expert `j`: the larger key, of equal ones the lower id.
 __device__ inline bool before(float a, int i, float b, int j) { return a > b || (a == b && i < j); }
 
-// The k largest keys, best first. Lane l has the keys of experts l, l + 32, ...; NaN counts as -infinity.
+// The k largest keys, best first, for the first lane. Lane l has the keys of experts l, l + 32, ..., which it has put there
+// itself; NaN counts as -infinity.
 __device__ inline void largest(const float* keys, int n, int k, int32_t* ids) {
     const float lowest = from_bits(0xff800000u);
     float last_key = 0.0f;
@@ -48,7 +49,6 @@ __device__ inline void largest(const float* keys, int n, int k, int32_t* ids) {
         last_key = best_key;
         last_id = best;
     }
-    __syncwarp();
 }
 
 // Chooses for one row by a warp: ids and weights [top_k] from logits [experts]. `p` and `keys` have room for them.
@@ -246,7 +246,6 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
         if (b >= count) break;
         const int64_t place = static_cast<int64_t>(routed ? groups->pair[begin + b] : b) * rows + 256 * span;
         quantise_block(inner + place, left, forms.at(place));
-        __syncthreads();
     }
 }
 

@@ -113,10 +113,7 @@ extern "C" __global__ void prefill_inner(const Item* items, const Layer* layer, 
     for (int r = 0; r < item.count; ++r) {
         const int64_t place = static_cast<int64_t>(item.first + r) * width + column;
         if (thread < left) layer->inner[place + thread] = silu(layer->inner[place + thread]) * up[place + thread];
-        if (!layer->forms.wanted()) continue;
-        __syncthreads();
         quantise_block(layer->inner + place, left, layer->forms.at(place));
-        __syncthreads();
     }
 }
 

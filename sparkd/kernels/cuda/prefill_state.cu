@@ -117,7 +117,6 @@ __device__ inline void prefill_attention(const Batch* batch, const float* q, con
                     for (int k = 0; k < kWarpQueries; ++k) dot[k][p] = fma(mine[k].q[d], key, dot[k][p]);
                 }
             }
-            __syncwarp();
             const int t = kStagedPositions * half + lane;
 #pragma unroll
             for (int k = 0; k < kWarpQueries; ++k) {
@@ -277,7 +276,6 @@ extern "C" __global__ void __launch_bounds__(128)
                 partial[i] = fma(s[i][d], key[d], partial[i]);
             }
         }
-        __syncwarp();
         float delta[kDeltaLines];
 #pragma unroll
         for (int i = 0; i < kDeltaLines; ++i) delta[i] = ((first + i < n ? v[first + i] : 0.0f) - warp_tree(partial[i])) * b;
@@ -293,7 +291,6 @@ extern "C" __global__ void __launch_bounds__(128)
                 partial[i] = fma(s[i][d], query, partial[i]);
             }
         }
-        __syncwarp();
 #pragma unroll
         for (int i = 0; i < kDeltaLines; ++i) {
             const float y = warp_tree(partial[i]);

@@ -76,7 +76,7 @@ __device__ inline uint64_t ranking(float logit, int id) {
     return static_cast<uint64_t>(ordered) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
 }
 
-// The largest of a block's numbers; every thread of the block calls this, all get it.
+// The largest of a block's numbers; every thread of the block calls this, all get it. Once more only after a barrier.
 __device__ inline uint64_t block_largest(uint64_t mine) {
     __shared__ uint64_t of_warp[8];
     for (int step = 16; step > 0; step /= 2) {
@@ -86,7 +86,6 @@ __device__ inline uint64_t block_largest(uint64_t mine) {
     if (lane_id() == 0) of_warp[warp_id()] = mine;
     __syncthreads();
     for (int warp = 0; warp < 8; ++warp) mine = of_warp[warp] > mine ? of_warp[warp] : mine;
-    __syncthreads();
     return mine;
 }
 

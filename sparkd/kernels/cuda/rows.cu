@@ -17,8 +17,8 @@ extern "C" __global__ void angles(const Batch* batch, const double* inv_freq, in
     rope_row(batch->position(row), inv_freq + i, 1, magnitude, cosine + row * pairs + i, sine + row * pairs + i);
 }
 
-// out = (x * factor) * weight for one row by a block, and its quantised forms. Every thread of the block calls this; `x`
-// was written before a barrier.
+// out = (x * factor) * weight for one row by a block of 256, and its quantised forms. Every thread of the block calls this;
+// `x` was written before a barrier.
 __device__ inline void norm_row(const float* x, const float* weight, float* out, int n, float eps, Quantised forms) {
     __shared__ float factor;
     if (warp_id() == 0) {
@@ -27,7 +27,6 @@ __device__ inline void norm_row(const float* x, const float* weight, float* out,
     }
     __syncthreads();
     for (int e = static_cast<int>(threadIdx.x); e < n; e += static_cast<int>(blockDim.x)) out[e] = (x[e] * factor) * weight[e];
-    __syncthreads();
     if (!forms.wanted()) return;
     for (int first = 0; first < n; first += 256)
         quantise_block(out + first, n - first < 256 ? n - first : 256, forms.at(first));

@@ -296,7 +296,6 @@ __device__ inline void float_tile(const Matrix& w, int first_row, const float* x
                 for (int i = 0; i < kAtOnce; ++i) partial[i][j] = fma(value, weight[i], partial[i][j]);
             }
         }
-        __syncwarp();
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
