@@ -36,14 +36,14 @@ class Brings(Protocol):
 
 
 class Likely:
-    """Which experts the next rows will choose, by what rows before them chose; at first each as likely as the others.
+    """Which experts the next rows will choose, by what rows of any prompt chose before; at first that is not known.
 
     Only those are named for which `LIKELY_ROWS` rows are expected: few of them are named in vain.
     """
 
     def __init__(self, layers: Sequence[ExpertLayer]) -> None:
         #: For each layer and expert the share of rows that choose it.
-        self._shares = [np.full(layer.experts, layer.top_k / layer.experts) for layer in layers]
+        self._shares = [np.zeros(layer.experts) for layer in layers]
 
     def experts(self, layer: int, rows: int) -> list[int]:
         """Of `rows` rows; the likeliest first."""

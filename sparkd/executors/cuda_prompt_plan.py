@@ -15,8 +15,9 @@ from sparkd.graph import ops
 from sparkd.graph.plan import Plan, plan
 from sparkd.graph.program import Program
 
-#: An expert for which so many rows are expected is brought before the rows of a layer have chosen: hardly ever in vain.
-LIKELY_ROWS = 8
+#: An expert for which so many rows are expected is brought before the rows of a layer have chosen: seldom in vain
+#: (bench/README.md has what other figures would do).
+LIKELY_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(Path(__file__).parent), str(_TESTS / "integration"), str(_TESTS / "golden")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(_TESTS / name) for name in ("integration", "golden", "unit"))]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -58,8 +58,12 @@ class Churned:
         *,
         registered: bool = True,
         in_place: bool = True,
+        staging: int = PART_ROWS,
     ) -> None:
-        """`registered`: all host memory is, from the beginning; else a piece now and then."""
+        """`registered`: all host memory is, from the beginning; else a piece now and then.
+
+        `staging`: records of a buffer that prompts stream through.
+        """
         self.random = random.Random(seed)
         records = [slab.record_bytes for slab in arena.layout.slabs]
         self.slots = DeviceSlots(device, sizes_of(arena, share), records, block_bytes=3 * max(records))
@@ -67,8 +71,8 @@ class Churned:
         self.registration = Registration(device, arena, piece_bytes=1)
         while registered and self.registration.register_next():
             pass
-        staging = Staging(device, PART_ROWS, max(records))
-        self.tier = DeviceTier(device, tables, arena, self.slots, self.registration, staging, in_place)
+        buffers = Staging(device, staging, max(records))
+        self.tier = DeviceTier(device, tables, arena, self.slots, self.registration, buffers, in_place)
         self._version = 0
         self.taken_back = 0
 

@@ -12,6 +12,7 @@ from host_device import HostDevice
 from pairs import F32, MadeWeights, Pair, card, loaded
 from test_cuda_kernels import TYPES, Tensors, activations, blocks_of, program, tame
 
+from sparkd.demo.main import MODEL
 from sparkd.executors.cuda_prompt import Likely
 from sparkd.executors.weights import Piece
 from sparkd.gguf.formats import FORMATS_BY_NAME, Arithmetic, Format
@@ -197,15 +198,20 @@ def test_recurrent_state_goes_from_row_to_row_and_chunk_to_chunk(seed: int) -> N
 def test_experts_are_named_before_they_are_chosen_only_where_that_is_hardly_ever_in_vain() -> None:
     layer = ExpertLayer(0, 256, 8, *[Weight("w", 1, 1)] * 3)
     likely = Likely([layer])
-    assert likely.experts(0, 255) == [] and len(likely.experts(0, 256)) == 256
+    assert likely.experts(0, 2048) == []
     counts = np.zeros(256, np.int32)
-    counts[[7, 3, 200]] = 900, 500, 300
+    counts[[7, 3, 200, 5]] = 900, 500, 300, 10
     likely.learn(0, counts, 1024)
-    # The others have what was expected of them at first, for a few rows.
     assert likely.experts(0, 512) == [7, 3, 200] and likely.experts(0, 4) == []
+    assert likely.experts(0, 2048) == [7, 3, 200, 5]
+    likely.learn(0, np.roll(counts, 1), 1024)
+    # What was chosen before that counts for a few rows only.
+    assert likely.experts(0, 512) == [8, 4, 201, 7]
 
 
+BUILT_IN = "the built-in model"
 MODELS = [
+    pytest.param(BUILT_IN, marks=pytest.mark.soak),
     "qwen35moe-tinyk-s1-q4_k_m",
     "laguna-tinyk-s1-q4_k_m",
     pytest.param("qwen35moe-tiny-s1-f32", marks=pytest.mark.soak),
@@ -221,7 +227,7 @@ def test_a_model_reads_a_prompt_in_any_chunks_beside_a_sequence_that_decodes(
     name: str, model_path: Callable[[str], Path], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    with loaded(model_path(name)) as arena:
+    with loaded(MODEL if name == BUILT_IN else model_path(name)) as arena:
         device = card(seed=seed, order="random")
         pair = Pair(arena.program, arena, device, prompt_rows=21, prompt_from=5)
         vocab = arena.program.vocab

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "data" / "tools"))
 
 import make_sparse
+
+from sparkd.config import Settings
+from sparkd.ipc.directory import Entry, State
+from sparkd.ipc.memory import Region
+from sparkd.store.arena import Arena
+from sparkd.store.layout import ArenaLayout
+from sparkd.store.plan import open_model
 
 #: Twenty models by name: hybrid, with draft layers, gate and up fused, mixed types, in parts, and plain ones.
 TWENTY: dict[str, dict[str, object]] = {
@@ -47,3 +56,18 @@ def make_one_of_twenty(name: str, folder: Path) -> Path:
 def make_full(arch: str, folder: Path) -> Path:
     """The published model of `arch` at Q4_K_M: Laguna-XS.2 or Qwen3.6-35B-A3B."""
     return make_sparse.make(folder / f"{arch}.gguf", arch)
+
+
+@contextmanager
+def untouched(settings: Settings) -> Iterator[Arena]:
+    """An arena that says that all is there, though nothing ever was: its pages are never touched."""
+    model, program = open_model(settings)
+    layout = ArenaLayout.of(program, model)
+    with Region.create(layout.total_bytes) as region:
+        arena = Arena.create(region, model, program, layout)
+        slots = [0] * len(layout.slabs)
+        for number, layer in enumerate(layout.layers):
+            for expert in range(layer.experts):
+                arena.directory.publish(number, expert, Entry(State.RESIDENT, 1, slots[layer.slab]))
+                slots[layer.slab] += 1
+        yield arena

@@ -8,21 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sparse_models import make_full
+from sparse_models import make_full, untouched
 
 from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings
 from sparkd.errors import BudgetError
 from sparkd.executors.cuda_counted import CountingDevice
 from sparkd.graph.state import StateLayout
-from sparkd.ipc.directory import Entry, State
-from sparkd.ipc.memory import Region
 from sparkd.planning.shape import Shape
 from sparkd.residency import device_budget
 from sparkd.residency.budget import GIB
 from sparkd.residency.device_budget import CARD_CONTEXT, CARD_MARGIN, RING_SLOTS
-from sparkd.store.arena import Arena
-from sparkd.store.layout import ArenaLayout
-from sparkd.store.plan import open_model
 from sparkd.worker.device_backend import DeviceBackend
 from sparkd.worker.state import PoolSize
 
@@ -34,21 +29,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("full")
     made = {arch: make_full(arch, folder) for arch in ("laguna", "qwen35moe")}
     return lambda arch: made[arch]
-
-
-@contextmanager
-def untouched(settings: Settings) -> Iterator[Arena]:
-    """An arena that says that all is there, though nothing ever was: its pages are never touched."""
-    model, program = open_model(settings)
-    layout = ArenaLayout.of(program, model)
-    with Region.create(layout.total_bytes) as region:
-        arena = Arena.create(region, model, program, layout)
-        slots = [0] * len(layout.slabs)
-        for number, layer in enumerate(layout.layers):
-            for expert in range(layer.experts):
-                arena.directory.publish(number, expert, Entry(State.RESIDENT, 1, slots[layer.slab]))
-                slots[layer.slab] += 1
-        yield arena
 
 
 def settings_for(path: Path, vram_gib: float) -> Settings:
