@@ -95,6 +95,8 @@ class DeviceBackend:
         self._device = Metered(device, limit, f" ({free / GIB:.2f} of {total / GIB:.2f} GiB were free)")
         self.rows = _choose_rows(limit, arena, layout, size_for, context)
         self.size = size_for(self.rows)
+        began = clock()
+        _log.info("making kernels for the GPU: half a minute, unless CuPy's cache has them from an earlier start")
         executor = CudaExecutor(
             self._device,
             arena.program,
@@ -105,6 +107,7 @@ class DeviceBackend:
             context=context,
             prompt_rows=self.rows,
         )
+        _log.info("kernels and core weights are on the card after %.1f s", clock() - began)
         self.executor: Executor = executor
         records = [slab.record_bytes for slab in arena.layout.slabs]
         top_k = max((layer.top_k for layer in arena.program.expert_layers), default=0)
