@@ -86,6 +86,7 @@ def constants() -> Iterator[tuple[str, str, str]]:
     yield "`LINK_SHARE`", f"{LINK_SHARE}", "stated: 25 GB/s of the 31.5 of PCIe 4.0 x16"
     yield "`LAUNCH_S`", f"{roofline.LAUNCH_S * 1e6:.2f} µs", "fitted: Laguna, all on an RTX 3090, 131 tokens/s"
     yield "`PROMPT_SHARE`", f"{roofline.PROMPT_SHARE:.2%}", "fitted: 1,880 tokens/s of a prompt on an RTX 3060"
+    yield "`FAST_SHARE`", f"{roofline.FAST_SHARE:.0%}", "assumed"
     yield "`HOT`", f"{hits.HOT}", "fitted: 39.7 of 312 choices missed at 60 % hot"
     yield "`RING`", f"{hits.RING}", "fitted: 5.6 of those 39.7 left by 16 slots"
     yield "`RING_ALONE`", f"{hits.RING_ALONE}", "fitted: 71.3 % found by a ring of 40 % alone, the built-in model"
@@ -220,6 +221,23 @@ def prompt(work: Work, card: str, rows: int, residency: float) -> tuple[Speed, l
     return made, [card, f"{residency:.0%}", rows, f"{made.tokens_s:.0f}", slowest, *times]
 
 
+def fast(models: Models) -> Iterator[tuple[object, ...]]:
+    """Exact prompts beside inexact ones, and the rows of a step from which the latter would be faster."""
+    work = models.full["laguna"].work
+
+    def both(card: str, rows: int, share: float) -> tuple[Speed, Speed]:
+        given = GPUS[card], LINKS[GPUS[card].link], PROMPT // 2, rows, share
+        return roofline.gpu_prefill(work, *given), roofline.gpu_prefill_fast(work, *given)
+
+    for card, share in itertools.product(("rtx-3060", "rtx-3090", "rtx-4080", "rtx-4090", "h200"), (1.0, SHARE)):
+        gains = {}
+        for rows in range(64, PROMPT + 1, 64):
+            exact, inexact = both(card, rows, share)
+            gains[rows] = inexact.tokens_s / exact.tokens_s
+        worth = next((rows for rows, gain in gains.items() if gain >= 1.1), "none")
+        yield card, f"{share:.0%}", shown(exact), shown(inexact), f"{gains[PROMPT] - 1:+.0%}", worth
+
+
 def steps(models: Models) -> Iterator[tuple[object, ...]]:
     """What longer steps of prompts take from decoding, on cards where they take most."""
     for card, (arch, shape) in itertools.product(("rtx-2060", "rtx-4060", "rtx-3060", "rtx-4080"), models.full.items()):
@@ -292,6 +310,14 @@ names neither its rows nor its residency: with 512 rows at ours its link would n
     yield "One sequence of 8,192; tokens per second of decoding (with the ring) and of a prompt, and the share of the"
     yield "bytes of slots that the longer step takes.\n"
     yield from table("card | model | rows a step | of the slots | decode | prompt | ", steps(models))
+    yield "\n## Exact and inexact prompts\n"
+    share = f"{roofline.FAST_SHARE:.0%}"
+    yield "`numerics.prefill` knows `exact` only. What products with weights unpacked to FP16 would be worth, if they"
+    yield f"reach {share} of the stated FP16 rate (assumed): Laguna-XS.2, {PROMPT} rows a step. The last column has the"
+    yield "rows of a step from which they would be faster by a tenth. To unpack all experts costs as much for"
+    yield "few rows as for many, and where the link is what a prompt waits for, nothing is gained.\n"
+    head = "card | hot | exact | inexact | gain | a tenth from"
+    yield from table(head, fast(models))
     yield "\n## The CPU, against what we measured\n"
     yield "One thread, true shapes with eight layers; tokens per second.\n"
     yield from table("model | what | predicted | measured | error", processors(models))

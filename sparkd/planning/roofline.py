@@ -25,6 +25,8 @@ LAUNCH_S = 12.85e-6
 #: The share of a card's INT8 operations that a prompt reaches: 1,880 tokens/s on an RTX 3060 (published; the model is
 #: taken to be Laguna-XS.2, and its products to be what it waited for).
 PROMPT_SHARE = 0.1125
+#: Of a card's FP16 operations (half as many as INT8), what products with unpacked weights would reach. Assumed.
+FAST_SHARE = 0.6
 #: Of one thread: bytes per second in products of one row (Q4_K), and operations per second in a prompt of 512 (Laguna
 #: shapes of eight layers, Q4_K_M, x86-64-v4, 135.2 tokens/s).
 THREAD_BANDWIDTH = 12.6e9
@@ -136,6 +138,23 @@ def gpu_prefill(
             Term("experts over the link", cold, "bytes", link.bandwidth, _link(link), idle),
         ),
     )
+
+
+def gpu_prefill_fast(
+    work: Work, gpu: Gpu, link: Link, position: int, rows: int, residency: float, longest: int | None = None
+) -> Speed:
+    """What `gpu_prefill` would be with weights unpacked to FP16 first, and inexact products: this is not built.
+
+    Each weight that is touched is written and read once more, two bytes each time, and nothing is computed meanwhile.
+    """
+    rate, source = _card(gpu)
+    exact = gpu_prefill(work, gpu, link, position, rows, residency, longest)
+    operations = gpu.operations / 2 * FAST_SHARE
+    unpacked = Term("weights, unpacked and read again", 4 * work.touched_weights(rows), "bytes", rate, source)
+    told = f"{FAST_SHARE:.0%} (assumed) of half of {gpu.operations / 1e12:.0f} T/s stated for {gpu.name}"
+    products = Term("products", _operations(work, position, rows), "operations", operations, told, unpacked.seconds)
+    others = tuple(term for term in exact.overlapping if term.name != "products")
+    return Speed(rows, exact.serial, (*others, products))
 
 
 def cpu_decode(work: Work, processor: Processor, disk: Link, position: int, hit: float) -> Speed:

@@ -63,6 +63,15 @@ class Work:
             stack.size * (1 - (1 - k / stack.experts) ** rows) for k, stack in zip(self.top_k, self.stacks, strict=True)
         )
 
+    def touched_weights(self, rows: int) -> float:
+        """Weights of the core and of the different experts that `rows` rows use, as in `touched_bytes`."""
+        an_expert = self.expert_macs / max(1, sum(self.top_k))
+        different = sum(
+            stack.experts * (1 - (1 - k / stack.experts) ** rows)
+            for k, stack in zip(self.top_k, self.stacks, strict=True)
+        )
+        return self.core_macs + an_expert * different
+
     def likely_bytes(self, rows: int, records: int) -> float:
         """Bytes of up to `records` experts of each layer, where `rows` rows are sure enough to need whichever."""
         return sum(

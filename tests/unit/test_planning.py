@@ -371,6 +371,28 @@ def test_fitted_constants_give_the_figures_they_were_fitted_to(full):
     assert prompt.tokens_s == pytest.approx(1880, rel=0.01)
 
 
+def test_inexact_prompts_unpack_what_they_touch_and_gain_nothing_where_the_link_is_slower(full):
+    work = full["laguna"].work
+    assert work.touched_weights(1) == pytest.approx(work.core_macs + work.expert_macs)
+    card, link = GPUS["rtx-3090"], LINKS["pcie3x4"]
+    ways = [way(work, card, link, 1024, 2048, 0.6) for way in (roofline.gpu_prefill, roofline.gpu_prefill_fast)]
+    assert ways[0].tokens_s == ways[1].tokens_s
+    [products] = [term for term in ways[1].overlapping if term.name == "products"]
+    assert products.idle == pytest.approx(4 * work.touched_weights(2048) / (936e9 * roofline.MEMORY_SHARE))
+
+
+def test_the_link_is_idle_before_choices_are_known_but_for_what_the_buffers_hold(full):
+    work, card, link = full["laguna"].work, GPUS["rtx-3060"], LINKS["pcie4x16"]
+    small, large = (
+        next(t for t in roofline.gpu_prefill(work, card, link, 1024, 2048, 0.4, n).overlapping if "link" in t.name)
+        for n in (512, 2048)
+    )
+    assert small.amount == large.amount and small.idle > large.idle > 0
+    # So few rows that no expert is likely enough: nothing comes early.
+    few = roofline.gpu_prefill(work, card, link, 1024, 128, 0.4, 2048)
+    assert work.likely_bytes(128, 64) == 0 and next(t for t in few.overlapping if "link" in t.name).idle > 0
+
+
 def test_decode_pays_its_terms_in_turn_and_a_prompt_the_slowest_of_them():
     terms = (Term("a", 10, "bytes", 5, ""), Term("b", 6, "launches", 2, ""))
     assert Speed(1, terms).seconds == 5 and Speed(1, terms).bytes_only == 0.5
