@@ -54,7 +54,7 @@ FEW := tests/emulator/test_device_residency.py tests/emulator/test_cuda_prefill.
 
 # Programs under sanitizers, one for each instruction set that this machine has, and one for threads.
 CHECKS := $(addprefix tests/native/,check_kernels check_plan)
-CHECKED := $(addprefix sparkd/kernels/cpu/,attention elementwise experts fast_products linear plan pool products recurrent sampler)
+CHECKED := $(addprefix sparkd/kernels/cpu/,attention elementwise experts fast_products host_experts linear plan pool products recurrent sampler)
 ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED_base := $(ADDRESS)
 SANITIZED_v3 := $(ADDRESS) -march=x86-64-v3

@@ -1,5 +1,6 @@
 // A whole plan under sanitizers: every operation of a small program, cut into chunks, on several threads, with experts
-// that come late; weights, state and results in memory of exactly their size. All ways must give the same bits.
+// that come late, and what a device has the CPU compute; weights, state and results in memory of exactly their size. All
+// ways must give the same bits.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -7,11 +8,13 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cpu/attention.h"
 #include "cpu/elementwise.h"
 #include "cpu/experts.h"
+#include "cpu/host_experts.h"
 #include "cpu/linear.h"
 #include "cpu/plan.h"
 #include "cpu/recurrent.h"
@@ -224,6 +227,43 @@ int check_sampler(const std::vector<float>& logits) {
     return outside;
 }
 
+// What a device has the CPU compute, in calls from threads of their own: one row by one thread is what all others give.
+int check_host_experts(Weights& weights) {
+    constexpr int64_t kRows = 3, kPairs = kRows * kTopK;
+    std::mt19937 random(7);
+    std::vector<float> x(static_cast<size_t>(kRows * kWidth));
+    for (float& value : x) value = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-31f;
+    const std::vector<int32_t> wanted = {2, -1, 5, 2, -1, -1};
+    const auto call = [&](int layer, int threads, int64_t first, int64_t rows, std::vector<float>& results) {
+        std::vector<int32_t> told = {static_cast<int32_t>(rows)};
+        told.insert(told.end(), wanted.begin() + first * kTopK, wanted.begin() + (first + rows) * kTopK);
+        HostExperts host(rows, threads, kTopK, told.data(), x.data() + first * kWidth,
+                         results.data() + first * kTopK * kWidth);
+        const Pieces& types = kPieces[layer];
+        const int64_t up = piece_bytes(types.gate), down = up + piece_bytes(types.up);
+        std::vector<uint64_t> records;
+        for (int e = 0; e < kExperts; ++e) records.push_back(weights.address(record_name(layer, e)));
+        void* data = host.add_layer(Weight(0, types.gate, kWidth, kWidth),
+                                    Weight(static_cast<uint64_t>(up), types.up, kWidth, kWidth),
+                                    Weight(static_cast<uint64_t>(down), types.down, kWidth, kWidth), records);
+        std::thread(HostExperts::call, data).join();
+        if (!host.failure().empty()) std::printf("host: %s\n", host.failure().c_str());
+        told[1] = kExperts;
+        std::thread(HostExperts::call, data).join();
+        return host.failure().empty();
+    };
+    int failures = 0;
+    for (int layer = 0; layer < 2; ++layer) {
+        std::vector<float> expected(static_cast<size_t>(kPairs * kWidth), -1.0f), found = expected;
+        for (int64_t row = 0; row < kRows; ++row) failures += call(layer, 1, row, 1, expected);
+        failures += call(layer, 3, 0, kRows, found);
+        failures += std::memcmp(expected.data(), found.data(), found.size() * sizeof(float)) != 0;
+        for (size_t pair = 0; pair < wanted.size(); ++pair) failures += (found[pair * kWidth] == -1.0f) != (wanted[pair] < 0);
+    }
+    if (failures) std::printf("what the CPU computes for a device: %d differences\n", failures);
+    return failures;
+}
+
 }  // namespace
 
 int main() {
@@ -245,6 +285,7 @@ int main() {
         if (!same) std::printf("%d threads, chunks of %d: other logits\n", way.threads, static_cast<int>(way.chunk));
         failures += !same;
     }
+    failures += check_host_experts(weights);
     failures += check_sampler(std::vector<float>(expected.end() - kVocabulary, expected.end()));
     std::printf("plan: %d differences\n", failures);
     return failures != 0;

@@ -1,7 +1,9 @@
-// Python bindings of the plan: one method per operation, and the step. sparkd/executors/native.py is the only caller.
+// Python bindings of the plan: one method per operation, and the step (for sparkd/executors/native.py); experts of a
+// device's step (for sparkd/executors/cuda_host.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,6 +14,7 @@
 #include "cpu/attention.h"
 #include "cpu/elementwise.h"
 #include "cpu/experts.h"
+#include "cpu/host_experts.h"
 #include "cpu/linear.h"
 #include "cpu/plan.h"
 #include "cpu/recurrent.h"
@@ -158,6 +161,22 @@ void bind_operations(nb::class_<Plan>& plan) {
     plan.def("logits", [](Plan& p, Value x, const Weight& weight) { p.add<Logits>(p.step(), x, weight); });
 }
 
+// Addresses are those of memory that outlives it; `call` and what `layer` gives are for the driver of a device.
+void bind_host_experts(nb::module_& module) {
+    nb::class_<HostExperts> host(module, "HostExperts");
+    host.def("__init__", [](HostExperts* self, int64_t max_rows, int threads, int top_k, uint64_t told, uint64_t x,
+                            uint64_t results) {
+        new (self) HostExperts(max_rows, threads, top_k, reinterpret_cast<const int32_t*>(told),
+                               reinterpret_cast<const float*>(x), reinterpret_cast<float*>(results));
+    });
+    host.def("layer", [](HostExperts& h, const Weight& gate, const Weight& up, const Weight& down,
+                         const std::vector<uint64_t>& records) {
+        return reinterpret_cast<uint64_t>(h.add_layer(gate, up, down, records));
+    });
+    host.def_prop_ro_static("call", [](nb::handle) { return reinterpret_cast<uint64_t>(&HostExperts::call); });
+    host.def_prop_ro("failure", &HostExperts::failure);
+}
+
 }  // namespace
 
 void bind_plan(nb::module_& module) {
@@ -166,6 +185,7 @@ void bind_plan(nb::module_& module) {
     nb::class_<Value>(module, "Value").def("__init__", [](Value* self, int id, int64_t offset, int width) {
         new (self) Value{id, offset, width};
     });
+    bind_host_experts(module);
     nb::class_<Plan> plan(module, "Plan");
     plan.def(nb::init<int64_t, int, int64_t>());
     plan.def("rope_table", &Plan::add_rope_table);

@@ -115,11 +115,14 @@ Experts::Experts(Step& step, Value x, size_t choice, Value out, size_t layer, co
 void Experts::group(const Choice& choice, int64_t rows) {
     const int64_t pairs = rows * choice.top_k;
     std::fill(first_.begin(), first_.end(), 0);
-    for (int64_t i = 0; i < pairs; ++i) ++first_[static_cast<size_t>(choice.ids[static_cast<size_t>(i)]) + 1];
+    for (int64_t i = 0; i < pairs; ++i) {
+        const int32_t id = choice.ids[static_cast<size_t>(i)];
+        if (id >= 0) ++first_[static_cast<size_t>(id) + 1];
+    }
     for (size_t e = 0; e + 1 < first_.size(); ++e) first_[e + 1] += first_[e];
     for (int64_t i = 0; i < pairs; ++i) {
-        int32_t& next = first_[static_cast<size_t>(choice.ids[static_cast<size_t>(i)])];
-        pairs_[static_cast<size_t>(next++)] = static_cast<int32_t>(i);
+        const int32_t id = choice.ids[static_cast<size_t>(i)];
+        if (id >= 0) pairs_[static_cast<size_t>(first_[static_cast<size_t>(id)]++)] = static_cast<int32_t>(i);
     }
     // Each first moved up to the next expert's: move all back.
     std::copy_backward(first_.begin(), first_.end() - 1, first_.end());
@@ -187,13 +190,21 @@ void Experts::resume(Step& step) {
     sum(step);
 }
 
-void Experts::compute_parts(Step& step) {
+void Experts::compute_some(Step& step, float* results) {
+    const std::vector<uint64_t>& records = step.records[layer_];
+    group(step.choices[choice_], step.rows);
+    parts_.clear();
+    for (size_t e = 0; e < records.size(); ++e)
+        if (first_[e] != first_[e + 1]) parts_.push_back({records[e], first_[e], first_[e + 1]});
+    compute_parts(step, results);
+}
+
+void Experts::compute_parts(Step& step, float* ranked) {
     if (parts_.empty()) return;
     const Choice& choice = step.choices[choice_];
     const int top_k = choice.top_k;
     float* inner = step.work.inner.data();
     float* up = step.work.up.data();
-    float* ranked = step.work.ranked.data();
     // Inner rows lie in the order of the parts; results where the sum looks for them.
     size_t count = 0;
     for (Part& part : parts_) {

@@ -50,6 +50,12 @@ class Experts : public Operation {
     // Ends operation and pause: every absent expert has been given.
     void resume(Step& step);
 
+    // --- by itself, never paused
+
+    // Computes those of the choice whose id is not negative, and sums nothing: the result of (row, rank) goes to row
+    // `row * top_k + rank` of `results`. All their records have an address.
+    void compute_some(Step& step, float* results);
+
   private:
     // Pairs of one expert to be computed: indices of `pairs_`, and of the targets while they are.
     struct Part {
@@ -57,7 +63,7 @@ class Experts : public Operation {
         int32_t first, end;
     };
 
-    // Sorts the (row, rank) pairs of a step by expert.
+    // Sorts the (row, rank) pairs of a step by expert; negative ids are nobody's.
     void group(const Choice& choice, int64_t rows);
     template <class Body>
     void for_rows_of(const Step& step, int32_t expert, const Body& body) const {
@@ -65,8 +71,9 @@ class Experts : public Operation {
         for (int32_t i = first_[e]; i < first_[e + 1]; ++i)
             body(pairs_[static_cast<size_t>(i)] / step.choices[choice_].top_k);
     }
-    // Computes `parts_` and empties it.
-    void compute_parts(Step& step);
+    // Computes `parts_` and empties it; the result of pair i goes to row i of `ranked`.
+    void compute_parts(Step& step, float* ranked);
+    void compute_parts(Step& step) { compute_parts(step, step.work.ranked.data()); }
     // Results of the pairs, weighted, in the order of rank.
     void sum(Step& step);
 
