@@ -55,7 +55,7 @@ class WorkerSettings:
     """What computes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    misses: Literal["in_place", "copy"] = "in_place"
+    misses: Literal["auto", "in_place", "copy", "host"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

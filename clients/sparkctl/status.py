@@ -24,6 +24,9 @@ Document: TypeAlias = Mapping[str, Any]
 
 _COLOURS = {"ready": "green", "starting": "yellow", "loading": "yellow", "stopping": "yellow"}
 
+#: What becomes of experts that a card misses, by policy.
+_MISSES = {"in_place": "read in host memory", "copy": "copied to the card first", "host": "computed by the CPU"}
+
 
 def run(args: argparse.Namespace) -> int:
     """Print the status of the daemon, once or over and over."""
@@ -186,8 +189,10 @@ def _card(device: Document) -> Iterator[tuple[str, str | Text]]:
     yield "on the card", bar(slots / max(records, 1)).append(f" room for {slots} of {records} experts")
     yield from _slots(device, "on the card")
     yield "", f"{size(device['moved_bytes'])} copied to the card since the start"
+    misses = device["misses"]
+    yield "missed experts", f"{_MISSES[misses['policy']]}: {printable(misses['why'])}"
     elsewhere = records - device["in_place"]
-    if elsewhere:
+    if elsewhere and misses["policy"] == "in_place":
         why = f": {printable(device['in_place_note'])}" if device["in_place_note"] else " yet"
         yield "", f"{elsewhere} experts cannot be read in host memory, and are copied when used{why}"
     yield from _placement(device["placement"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from sparkd.executors.base import Batch, RowKind, Segment, StepResult
 from sparkd.executors.check import check_batch, check_experts
 from sparkd.executors.cuda_batch import MAX_ROWS, BatchMemory
-from sparkd.executors.cuda_lowering import Lowering, StateAddresses
+from sparkd.executors.cuda_host import HostExperts
+from sparkd.executors.cuda_lowering import TAKE_HOST, TELL_HOST, Lowering, StateAddresses
 from sparkd.executors.cuda_memory import DeviceMemory, Pinned
 from sparkd.executors.cuda_prefill import PrefillLowering, RoutedExperts
 from sparkd.executors.cuda_prompt import CudaPrompt
@@ -44,16 +46,32 @@ class _Part:
     prompt: bool
 
 
+class Reach(Enum):
+    """How the rows of a step that are run by graphs come to all experts."""
+
+    #: Every record can be read where the tables lead.
+    ALL = "all"
+    #: The host computes what the tables lead nowhere for.
+    HOST = "host"
+    #: That is brought, for parts of so few rows that there is room for it.
+    PARTS = "parts"
+
+
 class Records(Protocol):
     """Where the records of experts are, of which some may come and go.
 
-    Of a step: `begin`; where that says so, `bring` and `let_go` for each layer of each part that is run by graphs;
+    Of a step: `begin`; where that says PARTS, `bring` and `let_go` for each layer of each part that is run by graphs;
     `expect`, maybe, then `stage` for each layer of each other part; `meanwhile`, once all work of the step has been
     given to the stream; `missed`.
     """
 
-    def begin(self) -> int | None:
-        """None: all records can be read where they are. Else the most rows whose missing records can be brought."""
+    @property
+    def part_rows(self) -> int:
+        """The most rows whose missing records can be brought."""
+        ...
+
+    def begin(self) -> Reach:
+        """Of the step that begins."""
         ...
 
     def bring(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> None:
@@ -104,10 +122,12 @@ class CudaExecutor:
         prompt_from: int = MAX_ROWS + 1,
         counts: Sequence[int] = COUNTS,
         keep: Collection[ops.Value] = (),
+        host: HostExperts | None = None,
     ) -> None:
         """`counts`: ascending, the numbers of rows that there is a graph for; the last one is `MAX_ROWS`.
 
-        `prompt_rows`: of a segment that run together at most, where it has `prompt_from` or more.
+        `prompt_rows`: of a segment that run together at most, where it has `prompt_from` or more. Without `host` no
+        step can reach experts by it.
         """
         self._device = device
         self._counts = counts
@@ -134,8 +154,12 @@ class CudaExecutor:
         # First the larger of the two: they share scratch memory.
         self._prefill = PrefillLowering(device, program, weights, layout, state, batch, memory, keep, prompt_rows)
         self._prompt = CudaPrompt(device, self._stream, self._prefill, batch, counts, program.expert_layers)
-        self._lowering = Lowering(device, program, weights, layout, state, self._batch, memory, keep)
-        self._graphs: dict[int, Graph] = {}
+        self._lowering = Lowering(device, program, weights, layout, state, self._batch, memory, keep, host=host)
+        self._host = host
+        #: Where the host is called, beside what the device computes.
+        self._side = device.stream()
+        #: By the number of rows, and whether the host computes what is missing.
+        self._graphs: dict[tuple[int, bool], Graph] = {}
         #: For each number of rows: graphs that end where a layer's choice is made, and that of the rest.
         self._pieces: dict[int, list[Graph]] = {}
         self._parts: list[_Part] = []
@@ -169,9 +193,10 @@ class CudaExecutor:
     def step(self, batch: Batch) -> StepResult:
         """Run all rows. RequestError and ValueError (see `check_batch`) are raised before anything is touched."""
         check_batch(batch, self._program, self._layout, self._pages, self._slots, len(batch.tokens))
-        records = self._records
-        whole = None if records is None else records.begin()
-        parts = self._parts = list(self._cut(batch, MAX_ROWS if whole is None else min(whole, MAX_ROWS)))
+        records, reach, most = self._records, Reach.ALL, MAX_ROWS
+        if records is not None and (reach := records.begin()) is Reach.PARTS:
+            most = min(records.part_rows, MAX_ROWS)
+        parts = self._parts = list(self._cut(batch, most))
         ids = self._ids_memory.room(sum(map(self._ids_bytes, parts)))
         # Of each row of logits: all of them, or the id of the best.
         left, width = (self._head.logits, 4 * self._program.vocab) if not batch.best_of else (self._head.best, 4)
@@ -179,13 +204,15 @@ class CudaExecutor:
         offset = 0
         for part in parts:
             # The only copies to the host, all asynchronous; nothing waits before all parts are given.
-            for first, wanted in self._run(part, whole is None):
+            for first, wanted in self._run(part, reach):
                 self._download(left, logits, (part.first_logits + first) * width, wanted * width)
             self._download((self._prefill if part.prompt else self._lowering).ids, ids, offset, self._ids_bytes(part))
             offset += self._ids_bytes(part)
         if records is not None:
             records.meanwhile()
         self._stream.synchronize()
+        if self._host is not None:
+            self._host.check()
         experts = self._experts(parts, ids.view("<i4"))
         check_experts(experts, tuple(layer.experts for layer in self._program.expert_layers))
         missed = np.zeros(len(batch.tokens), np.int32) if records is None else records.missed(experts)
@@ -218,16 +245,16 @@ class CudaExecutor:
         """The products of a prompt with the routed experts of each layer."""
         return self._prefill.experts
 
-    def _run(self, part: _Part, readable: bool) -> Iterator[tuple[int, int]]:
-        """Give the stream a part; each time that logits of wanted rows are there, the first of them and how many.
-
-        `readable`: the device can read every record where the tables lead to.
-        """
+    def _run(self, part: _Part, reach: Reach) -> Iterator[tuple[int, int]]:
+        """Give the stream a part; each time that logits of wanted rows are there, the first of them and how many."""
         if part.prompt:
             self._prompt.run(part.batch, self)
             yield from self._prompt.logits(part.batch)
             return
-        (self._replay if readable else self._run_in_pieces)(part)
+        if reach is Reach.PARTS:
+            self._run_in_pieces(part)
+        else:
+            self._replay(part, reach is Reach.HOST)
         yield 0, len(part.batch.logits_rows)
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
@@ -242,12 +269,12 @@ class CudaExecutor:
         else:
             yield from self._records.stage(layer, experts)
 
-    def _replay(self, part: _Part) -> None:
+    def _replay(self, part: _Part, host: bool) -> None:
         """Give the stream a part as one graph."""
         count = self._begin(part)
-        if count not in self._graphs:
-            self._graphs[count] = self._capture(self.launches(count))
-        self._graphs[count].replay(self._stream)
+        if (count, host) not in self._graphs:
+            self._graphs[count, host] = self._capture(self._lowering.launches(count, host))
+        self._graphs[count, host].replay(self._stream)
 
     def _run_in_pieces(self, part: _Part) -> None:
         """Give the stream a part as a graph for each expert layer, and have the records of its choices brought."""
@@ -331,9 +358,16 @@ class CudaExecutor:
             yield part(False)
 
     def _capture(self, launches: Sequence[Launch]) -> Graph:
+        calls = iter(() if self._host is None else self._host.calls)
+
         def work(stream: Stream) -> None:
             for launch in launches:
+                if launch.kernel == TAKE_HOST:
+                    stream.wait(self._side.record())
                 self._device.launch(stream, launch)
+                if launch.kernel == TELL_HOST:
+                    self._side.wait(stream.record())
+                    self._device.call(self._side, next(calls))
 
         return self._device.capture(work)
 

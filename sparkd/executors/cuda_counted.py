@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparkd.executors.cuda import CudaExecutor
-from sparkd.executors.device import Event, Launch, Stream
+from sparkd.executors.device import Event, HostCall, Launch, Stream
 from sparkd.executors.weights import Weights
 from sparkd.graph.program import Program
 from sparkd.graph.state import PAGE, StateLayout
@@ -86,6 +86,9 @@ class CountingDevice:
         """Nothing."""
 
     def launch(self, stream: Stream, launch: Launch) -> None:
+        """Nothing."""
+
+    def call(self, stream: Stream, call: HostCall) -> None:
         """Nothing."""
 
     def capture(self, work: Callable[[Stream], None]) -> _NoGraph:

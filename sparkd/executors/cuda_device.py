@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparkd.errors import DeviceError
-from sparkd.executors.device import Launch
+from sparkd.executors.device import HostCall, Launch
 from sparkd.residency.device_budget import CARD_CONTEXT
 
 #: Rounding as docs/arithmetic.md says: nothing fused, nothing flushed, division and square root correctly rounded.
@@ -177,8 +177,16 @@ class CudaDevice:
                 self._kernels[launch.kernel], launch.grid, (launch.block, 1, 1), arguments, shared_mem=launch.shared
             )
 
+    def call(self, stream: CudaStream, call: HostCall) -> None:
+        """Through the driver: CuPy's own call takes Python functions, which need the interpreter's lock."""
+        code = self._driver.cuLaunchHostFunc(
+            ctypes.c_void_p(stream.stream.ptr), ctypes.c_void_p(call.function), ctypes.c_void_p(call.data)
+        )
+        if code:
+            raise DeviceError(f"the GPU refuses to call the host: CUDA error {code}")
+
     def capture(self, work: Callable[[CudaStream], None]) -> CudaGraph:
-        """Record what `work` gives to a stream of its own."""
+        """Record what `work` gives to a stream of its own, and to those that join it."""
         stream = self.stream()
         with self._refusals:
             stream.stream.begin_capture()

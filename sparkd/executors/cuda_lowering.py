@@ -15,7 +15,9 @@ import numpy as np
 from sparkd.errors import UnsupportedError
 from sparkd.executors.cuda_batch import MAX_ROWS, BatchMemory
 from sparkd.executors.cuda_groups import Group, Heads, Linears, Mixture, Shared, Single, groups_of
+from sparkd.executors.cuda_host import HostExperts
 from sparkd.executors.cuda_memory import CACHE, LAYER, TASK, DeviceMemory, Forms
+from sparkd.executors.cuda_source import MAX_TOP_K, check_shapes
 from sparkd.executors.device import Argument, Device, Grid, Launch
 from sparkd.executors.weights import Weights
 from sparkd.gguf.formats import Arithmetic
@@ -26,12 +28,11 @@ from sparkd.graph.program import ExpertLayer, Program
 from sparkd.graph.state import PAGE, StateLayout
 
 _WARPS = 4
-_MAX_TOP_K = 16
-_MAX_EXPERTS = 1024
-_MAX_HEAD_DIM = 256
-_PAIRS = MAX_ROWS * _MAX_TOP_K
+_PAIRS = MAX_ROWS * MAX_TOP_K
 _GROUPS_BYTES = 4 * (1 + _PAIRS + (_PAIRS + 1) + _PAIRS)
 _Make = Callable[[int], Launch]
+#: Launches of steps in which the host computes experts, before and after it is called.
+TELL_HOST, TAKE_HOST = "tell_host", "take_host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,9 @@ class Lowering:
         memory: DeviceMemory,
         keep: Collection[ops.Value],
         rows: int = MAX_ROWS,
+        host: HostExperts | None = None,
     ) -> None:
-        """For steps of the batches in `batch`, of at most `rows` rows."""
+        """For steps of the batches in `batch`, of at most `rows` rows. `host`: computes what has no record here."""
         self._device = device
         self._weights = weights
         self._layout = layout
@@ -90,6 +92,7 @@ class Lowering:
         self._batch = batch
         self._program = program
         self._rows = rows
+        self._host = host
         self._memory = memory
         check_shapes(program)
         groups, self._values = self._cut(program, keep)
@@ -111,9 +114,10 @@ class Lowering:
         """Where the rows of a value lie."""
         return self._arena + self._values.offsets[value] * self._rows * 4
 
-    def launches(self, count: int) -> list[Launch]:
-        """One step of at most `count` rows."""
-        return [make(count) for make in self._made]
+    def launches(self, count: int, host: bool = False) -> list[Launch]:
+        """One step of at most `count` rows; `host`: in which the host is told what is missing, and computes it."""
+        launches = [make(count) for make in self._made]
+        return launches if host else [one for one in launches if one.kernel not in (TELL_HOST, TAKE_HOST)]
 
     # ---- memory ----
 
@@ -423,11 +427,22 @@ class Lowering:
             gate_blocks = max(gate_blocks, longer)
             down_blocks = max(down_blocks, blocks(shared.down.weight.rows, shared.down.weight.columns))
         address = self._memory.put(row)
+        host, x = self._host, self._inputs(op.x)
+        if host is not None:
+            self._emit(
+                TELL_HOST, spans_of(op.x), 256, choice.address, table, x.x, i32(top_k), i32(op.x.width), host.told,
+                host.x,
+            )  # fmt: skip
         self._emit(
             "gate_up", (gate_blocks, top_k, 1), 32 * _WARPS, self._groups, table, address, i32(top_k),
-            *self._inputs(op.x).arguments, more=2, sized=True,
+            *x.arguments, more=2, sized=True,
         )  # fmt: skip
         self._emit("down", (down_blocks, top_k, 1), 32 * _WARPS, self._groups, table, address, more=1, sized=True)
+        if host is not None:
+            self._emit(
+                TAKE_HOST, spans_of(op.out), 256, choice.address, table, host.results, i32(top_k), i32(op.out.width),
+                ranked,
+            )  # fmt: skip
         if mixture is None:
             self._emit(
                 "weighted_sum", spans_of(op.out), 256, ranked, choice.weights, i32(top_k), i32(op.out.width),
@@ -480,17 +495,3 @@ def _span_heads(heads: int, head_dim: int) -> int:
     """Heads that fill a span of 256 elements, a warp at least for each; 0: none do."""
     together = 256 // head_dim if 32 <= head_dim <= 256 and 256 % head_dim == 0 else 0
     return together if together and heads % together == 0 else 0
-
-
-def check_shapes(program: Program) -> None:
-    """UnsupportedError for what the kernels' fixed sizes do not hold."""
-    for layer in program.expert_layers:
-        if layer.top_k > _MAX_TOP_K or layer.experts > _MAX_EXPERTS:
-            raise UnsupportedError(
-                f"layer {layer.layer} chooses {layer.top_k} of {layer.experts} experts; a GPU worker takes at most"
-                f" {_MAX_TOP_K} of {_MAX_EXPERTS}"
-            )
-    heads = [(cache.layer, cache.head_dim) for cache in program.caches]
-    for number, head_dim in [*heads, *((state.layer, state.head_dim) for state in program.delta_states)]:
-        if head_dim > _MAX_HEAD_DIM or head_dim % 2:
-            raise UnsupportedError(f"layer {number} has heads of {head_dim}, a GPU worker takes {_MAX_HEAD_DIM}")

@@ -9,6 +9,7 @@ from importlib.resources.abc import Traversable
 
 from sparkd.errors import UnsupportedError
 from sparkd.gguf.formats import Arithmetic, Format
+from sparkd.graph.program import Program
 
 #: Types that the kernels multiply.
 TYPES = frozenset(
@@ -17,6 +18,10 @@ TYPES = frozenset(
         "Q6_K", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4",
     )
 )  # fmt: skip
+#: The fixed sizes of kernels: `kMaxTopK` and `kMaxExperts` in experts.cu.
+MAX_TOP_K = 16
+_MAX_EXPERTS = 1024
+_MAX_HEAD_DIM = 256
 #: Numbers of rows that there are kernels for: a step runs in the smallest that holds it.
 COUNTS = (1, 2, 4, 8)
 _SIZED = ("linear", "logits", "route", "gate_up", "down")
@@ -25,10 +30,25 @@ _KERNELS = (
     "gated_delta", "gated_rms_norm", "merge_and_gate", "merge_pages", "mixture_sum", "output_gate",
     "prefill_attention_2", "prefill_attention_4", "prefill_attention_8", "prefill_choose", "prefill_conv",
     "prefill_conv_state", "prefill_delta", "prefill_experts", "prefill_inner", "prefill_linear", "prepare_heads",
-    "qk_norm", "quantise", "rms_norm", "rope", "sort_pairs", "swiglu", "weighted_sum", "write_kv",
+    "qk_norm", "quantise", "rms_norm", "rope", "sort_pairs", "swiglu", "take_host", "tell_host", "weighted_sum",
+    "write_kv",
 )  # fmt: skip
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _GUARD = "#pragma once\n"
+
+
+def check_shapes(program: Program) -> None:
+    """UnsupportedError for what the kernels' fixed sizes do not hold."""
+    for layer in program.expert_layers:
+        if layer.top_k > MAX_TOP_K or layer.experts > _MAX_EXPERTS:
+            raise UnsupportedError(
+                f"layer {layer.layer} chooses {layer.top_k} of {layer.experts} experts; a GPU worker takes at most"
+                f" {MAX_TOP_K} of {_MAX_EXPERTS}"
+            )
+    heads = [(cache.layer, cache.head_dim) for cache in program.caches]
+    for number, head_dim in [*heads, *((state.layer, state.head_dim) for state in program.delta_states)]:
+        if head_dim > _MAX_HEAD_DIM or head_dim % 2:
+            raise UnsupportedError(f"layer {number} has heads of {head_dim}, a GPU worker takes {_MAX_HEAD_DIM}")
 
 
 def kernel_source(formats: Collection[Format], counts: Collection[int] = COUNTS) -> str:

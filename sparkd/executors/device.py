@@ -64,6 +64,17 @@ class Launch:
     shared: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """A native function `void (*)(void*)` and what it is given, as addresses.
+
+    It runs in a thread that it does not know: it asks nothing of a device, and needs no interpreter.
+    """
+
+    function: int
+    data: int
+
+
 class Device(Protocol):
     """One GPU, or what stands in for it. `context`: bytes that a process takes on it before it allocates any."""
 
@@ -82,7 +93,10 @@ class Device(Protocol):
         ...
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Host memory, undefined contents, to and from which copies need not wait for anything but their stream."""
+        """Host memory, undefined contents, to and from which copies need not wait for anything but their stream.
+
+        Kernels may read and write it, at the address that it has here.
+        """
         ...
 
     def stream(self) -> Stream:
@@ -109,8 +123,15 @@ class Device(Protocol):
         """Run a kernel."""
         ...
 
+    def call(self, stream: Stream, call: HostCall) -> None:
+        """Have the host call a function, between what the stream was given before and what it is given later."""
+        ...
+
     def capture(self, work: Callable[[Stream], None]) -> Graph:
-        """What `work` gives to the stream that it gets; nothing runs yet."""
+        """What `work` gives to the stream that it gets; nothing runs yet.
+
+        Also what it gives to other streams, from where they wait for that one to where it waits for them.
+        """
         ...
 
     def register(self, address: int, size: int) -> int:

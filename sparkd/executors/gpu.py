@@ -31,8 +31,7 @@ def gpu_missing() -> str:
 def gpu_unfit(program: Program, types: Collection[str]) -> str:
     """Why the kernels cannot compute a program whose weights are of these types; empty: they can."""
     # A machine without a GPU never needs these.
-    from sparkd.executors.cuda_lowering import check_shapes
-    from sparkd.executors.cuda_source import TYPES
+    from sparkd.executors.cuda_source import TYPES, check_shapes
 
     unknown = sorted(set(types) - TYPES)
     try:

@@ -30,7 +30,7 @@ class Metered:
             device.memory,
         )
         self.upload, self.download, self.copy = device.upload, device.download, device.copy
-        self.zero, self.launch = device.zero, device.launch
+        self.zero, self.launch, self.call = device.zero, device.launch, device.call
 
     def allocate(self, size: int) -> int:
         """The address of `size` bytes, undefined contents."""

@@ -16,6 +16,7 @@ from sparkd.config import Settings
 from sparkd.errors import BudgetError, DeviceError
 from sparkd.executors.base import Executor
 from sparkd.executors.cuda import CudaExecutor
+from sparkd.executors.cuda_host import HostExperts
 from sparkd.executors.cuda_prompt_plan import workspace_of
 from sparkd.executors.device import Device
 from sparkd.executors.metered import Metered
@@ -45,12 +46,14 @@ from sparkd.residency.placement import Placement, PlacementError
 from sparkd.store.arena import Arena
 from sparkd.store.layout import told_tier
 from sparkd.worker.backend import computed_with
+from sparkd.worker.device_misses import measured
 from sparkd.worker.device_slots import DeviceSlots
 from sparkd.worker.device_staging import Staging
 from sparkd.worker.device_tier import DeviceTier
 from sparkd.worker.engine import Routing
 from sparkd.worker.registration import Registration
 from sparkd.worker.state import PoolSize
+from sparkd.worker.threads import count_threads
 
 #: The name of this tier in placements.
 TIER = "device"
@@ -95,6 +98,7 @@ class DeviceBackend:
         self._device = Metered(device, limit, f" ({free / GIB:.2f} of {total / GIB:.2f} GiB were free)")
         self.rows = _choose_rows(limit, arena, layout, size_for, context)
         self.size = size_for(self.rows)
+        host = _host(settings, self._device, arena)
         began = clock()
         _log.info("making kernels for the GPU: half a minute, unless CuPy's cache has them from an earlier start")
         executor = CudaExecutor(
@@ -106,12 +110,14 @@ class DeviceBackend:
             slots=self.size.records,
             context=context,
             prompt_rows=self.rows,
+            host=host,
         )
         _log.info("kernels and core weights are on the card after %.1f s", clock() - began)
         self.executor: Executor = executor
         records = [slab.record_bytes for slab in arena.layout.slabs]
         top_k = max((layer.top_k for layer in arena.program.expert_layers), default=0)
         staging = Staging(self._device, staging_slots(top_k, self.rows), max(records, default=0))
+        self._policy = measured(settings.worker.misses, self._device, executor.stream, staging, arena, host)
         self._budget = _divide(self._device, arena, self.size.bytes(layout))
         #: Experts that no slot holds cross the link in each step of a prompt, however short it is.
         self.least_rows = ROWS[0] if self._budget.residency < 1 else 1
@@ -125,7 +131,7 @@ class DeviceBackend:
             self._slots,
             self._registration,
             staging,
-            in_place=settings.worker.misses == "in_place",
+            self._policy.misses,
         )
         executor.serve_from(self._tier)
         self._told: Tier | None = None
@@ -134,8 +140,13 @@ class DeviceBackend:
         self._registration.start()
 
     def used(self, routing: Routing) -> None:
-        """The tier heats and admits by it, in the next step."""
-        self._tier.used(routing.decode.astype(bool), routing.ids)
+        """The tier heats and admits by it, in the next step; what it missed in the one before says who computes."""
+        decode = routing.decode.astype(bool)
+        self._tier.used(decode, routing.ids)
+        before = self._policy.misses
+        if decode.any() and self._policy.saw(self._tier.missed_bytes, self._tier.all_readable) is not before:
+            self._tier.choose(self._policy.misses)
+            _log.info("what the card misses: %s", details(policy=self._policy.misses.value, why=self._policy.why()))
 
     def advance(self) -> bool:
         """Go on with copies while no step runs, and give back what others need."""
@@ -174,6 +185,8 @@ class DeviceBackend:
             limit_bytes=self._device.limit,
             residency=f"{budget.residency:.1%}",
             ring_slots=budget.ring_slots,
+            misses=self._policy.misses.value,
+            why=self._policy.why(),
             **self._types,
         )
 
@@ -210,6 +223,7 @@ class DeviceBackend:
             "resident": sum(residents),
             "in_place": tier.readable(),
             "in_place_note": self._registration.refused,
+            "misses": self._policy.status(),
             "layers": [
                 {"records": layer.experts, "resident": resident, "experts": letters}
                 for layer, resident, letters in zip(layout.layers, residents, tier.letters(), strict=True)
@@ -243,6 +257,13 @@ class DeviceBackend:
                 _log.info("the card has room again: %d bytes are free, %d bytes of slots are taken back", free, size)
             except DeviceError as error:
                 _log.warning("the card has room, but not in one piece: %s", error)
+
+
+def _host(settings: Settings, device: Metered, arena: Arena) -> HostExperts | None:
+    """The CPU's part of steps, where the setting may want it."""
+    if settings.worker.misses not in ("auto", "host") or not arena.program.expert_layers:
+        return None
+    return HostExperts(device, arena.program, arena, count_threads(settings.cpu.threads), settings.cpu.isa)
 
 
 def _choose_rows(

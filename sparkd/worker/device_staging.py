@@ -46,6 +46,11 @@ class Staging:
         """Records that all buffers hold."""
         return STAGING_PARTS * self._count
 
+    @property
+    def buffer(self) -> tuple[int, int]:
+        """Address and bytes of a buffer, for whoever uses it while nothing streams."""
+        return self._buffers[0], max(1, self._count * self._record_bytes)
+
     def ahead(self, records: Sequence[Record], copy: Copy) -> None:
         """Begin to copy up to `room` records for the next `stream`, whoever of them that asks for."""
         self._ahead = [self._fill(number, part, copy) for number, part in enumerate(self._cut(records[: self.room]))]

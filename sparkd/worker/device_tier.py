@@ -35,10 +35,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sparkd.executors.cuda import Reach
 from sparkd.executors.device import Device, Event, Stream
 from sparkd.residency.commands import Command, Copy, Grant, Publish, Retract
 from sparkd.residency.epochs import Steps
 from sparkd.residency.leases import Counts, Use
+from sparkd.residency.misses import Misses
 from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import LayerSize, SlabSize, SlabUse
 from sparkd.residency.slots import Place, Record
@@ -94,11 +96,11 @@ class DeviceTier:
         slots: DeviceSlots,
         registration: Registration,
         staging: Staging,
-        in_place: bool = True,
+        misses: Misses = Misses.IN_PLACE,
     ) -> None:
-        """`arena` holds all records; `in_place`: kernels read them there where they can, else steps copy them."""
+        """`arena` holds all records. `misses` may change between steps (`choose`)."""
         self._staging = staging
-        self._in_place = in_place
+        self._misses = misses
         self._device = device
         self._tables = tables
         self._slots = slots
@@ -134,7 +136,7 @@ class DeviceTier:
         self._turn = 0
         self._placed: int | None = None
         self._closing: list[_Closing] = []
-        self._part_rows = min(
+        self.part_rows = min(
             (
                 max(1, slots.sizes[layer.slab].reserve // ops.top_k)
                 for layer, ops in zip(self.layers, arena.program.expert_layers, strict=True)
@@ -142,6 +144,8 @@ class DeviceTier:
             ),
             default=1 << 30,
         )
+        #: Bytes of the records that the last step missed for decode rows.
+        self.missed_bytes = 0
         #: Bytes that were copied into slots, those that prompts had streamed, and those of blocks that are given back.
         self.moved = 0
         self.streamed = 0
@@ -149,12 +153,14 @@ class DeviceTier:
 
     # ---- for the executor ----
 
-    def begin(self) -> int | None:
-        """Publish what is complete; None: every record can be read."""
+    def begin(self) -> Reach:
+        """Publish what is complete, and say how a step comes to what is absent, where anything is."""
         self._land()
         self._write_tables()
         self._was_absent = self._absent.copy()
-        return None if self._table[self._host != 0].all() else self._part_rows
+        if self._table[self._host != 0].all():
+            return Reach.ALL
+        return Reach.HOST if self._misses is Misses.HOST else Reach.PARTS
 
     def bring(self, layer: int, decode: Sequence[int], prefill: Sequence[int]) -> None:
         """Bring those that cannot be read: to the reserve, unless they are on the way to a slot."""
@@ -225,6 +231,17 @@ class DeviceTier:
         begun = self._advance()
         return begun or bool(self._under_way or self._closing)
 
+    @property
+    def misses(self) -> Misses:
+        """What becomes of what steps miss."""
+        return self._misses
+
+    def choose(self, misses: Misses) -> None:
+        """Have steps from now on do something else about what they miss."""
+        self._misses = misses
+        self._table[self._absent] = self._home[self._absent] if misses is Misses.IN_PLACE else 0
+        self._changed |= set(range(len(self.layers)))
+
     def place(self, placement: Placement) -> None:
         """Take a placement as the goal of swaps. PlacementError when the tier cannot hold it."""
         self._engine.place(placement)
@@ -239,7 +256,7 @@ class DeviceTier:
         unread = {
             layer.slab
             for layer, row in zip(self.layers, self._home, strict=True)
-            if not (self._in_place and row[: layer.experts].all())
+            if not (self._misses is not Misses.COPY and row[: layer.experts].all())
         }
         slabs = [number for number, sizes in enumerate(self._slots.sizes) if sizes.reserve or number not in unread]
         while begun < size:
@@ -312,6 +329,11 @@ class DeviceTier:
         """Records that the device can read in host memory."""
         return int(np.count_nonzero(self._home))
 
+    @property
+    def all_readable(self) -> bool:
+        """Whether it can read all of them there."""
+        return bool(self._home[self._host != 0].all())
+
     # ---- inside ----
 
     def _land(self) -> None:
@@ -320,7 +342,7 @@ class DeviceTier:
             inside = (self._host >= address) & (self._host < address + size)
             self._home[inside] = self._host[inside] - np.uint64(address) + np.uint64(there)
             absent = inside & self._absent
-            if self._in_place:
+            if self._misses is Misses.IN_PLACE:
                 self._table[absent] = self._home[absent]
             self._changed |= set(np.flatnonzero(absent.any(axis=1)).tolist())
         while self._under_way and self._under_way[0].ready.done():
@@ -337,6 +359,8 @@ class DeviceTier:
                 missed = self._engine.used(_WORKER, [self._records[number] for number in chosen.tolist()], use)
                 if use is Use.DECODE:
                     self._missed = missed
+                    sizes = (self._slots.record_bytes[self.layers[record.layer].slab] for record in missed)
+                    self.missed_bytes = sum(sizes)
         self._used.clear()
 
     def _advance(self) -> bool:
@@ -401,7 +425,8 @@ class DeviceTier:
         while todo or (todo := deque(self._following(arrived))):
             match todo.popleft():
                 case Retract(record, _):
-                    self._set(record, int(self._home[record]) if self._in_place else 0, absent=True)
+                    in_place = self._misses is Misses.IN_PLACE
+                    self._set(record, int(self._home[record]) if in_place else 0, absent=True)
                     self._behind = True
                 case Publish(record, place):
                     slab = self.layers[record.layer].slab

@@ -6,6 +6,7 @@ import random
 
 from host_device import HostDevice
 
+from sparkd.residency.misses import Misses
 from sparkd.residency.placement import Placement
 from sparkd.residency.slabs import SlabSize
 from sparkd.store.arena import Arena
@@ -57,7 +58,7 @@ class Churned:
         seed: int,
         *,
         registered: bool = True,
-        in_place: bool = True,
+        misses: Misses = Misses.IN_PLACE,
         staging: int = PART_ROWS,
     ) -> None:
         """`registered`: all host memory is, from the beginning; else a piece now and then.
@@ -72,7 +73,7 @@ class Churned:
         while registered and self.registration.register_next():
             pass
         buffers = Staging(device, staging, max(records))
-        self.tier = DeviceTier(device, tables, arena, self.slots, self.registration, buffers, in_place)
+        self.tier = DeviceTier(device, tables, arena, self.slots, self.registration, buffers, misses)
         self._version = 0
         self.taken_back = 0
 

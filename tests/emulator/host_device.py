@@ -8,13 +8,14 @@ import os
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from simt import Kernel, build, races, sanitized
 
 from sparkd.errors import DeviceError
-from sparkd.executors.device import ALIGNMENT, Launch
+from sparkd.executors.device import ALIGNMENT, HostCall, Launch
 
 PAGE = 4096
 
@@ -39,15 +40,24 @@ class HostEvent:
 
 
 class HostStream:
-    """Nothing that is given runs before somebody waits for it, or the dice say so; copies read their source then."""
+    """Nothing that is given runs before somebody waits for it, or the dice say so; copies read their source then.
 
-    def __init__(self, dice: random.Random) -> None:
+    While it belongs to a capture, what it is given goes there.
+    """
+
+    def __init__(self, dice: random.Random, capture: Capture | None = None) -> None:
         self._queue: deque[Callable[[], None]] = deque()
         self._dice = dice
+        self.capture = capture
+        #: Of a capture: what comes next waits for these.
+        self.last: frozenset[int] = frozenset()
         self.given = 0
         self.run = 0
 
     def push(self, work: Callable[[], None]) -> None:
+        if self.capture is not None:
+            self.last = self.capture.add(work, self.last)
+            return
         self._queue.append(work)
         self.given += 1
 
@@ -58,37 +68,88 @@ class HostStream:
 
     def poke(self) -> None:
         """Go on a little, or to the end, or not at all."""
-        if self._dice.random() < 0.5:
+        if self.capture is None and self._dice.random() < 0.5:
             self.run_to(self.run + self._dice.randint(0, len(self._queue)))
 
-    def record(self) -> HostEvent:
-        return HostEvent(self)
+    def record(self) -> HostEvent | CapturedEvent:
+        return HostEvent(self) if self.capture is None else CapturedEvent(self.capture, self.last)
 
-    def wait(self, event: HostEvent) -> None:
-        self.push(event.synchronize)
+    def wait(self, event: HostEvent | CapturedEvent) -> None:
+        if isinstance(event, HostEvent):
+            self.push(event.synchronize)
+        else:
+            event.capture.join(self)
+            self.last |= event.last
 
     def synchronize(self) -> None:
         self.run_to(self.given)
 
 
-class HostGraph:
-    """Work that was captured: the same operations with the same arguments, again and again."""
+@dataclass(frozen=True)
+class CapturedEvent:
+    """A point in a stream of a capture: after these operations."""
 
-    def __init__(self, work: list[Callable[[], None]]) -> None:
-        self._work = work
-
-    def replay(self, stream: HostStream) -> None:
-        for operation in self._work:
-            stream.push(operation)
-        stream.poke()
+    capture: Capture
+    last: frozenset[int]
 
 
-class _Recorder:
+class Capture:
+    """Operations, and which of them each waits for; streams that join."""
+
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
+        self.waits: list[frozenset[int]] = []
+        self._joined: list[HostStream] = []
 
-    def push(self, operation: Callable[[], None]) -> None:
-        self.work.append(operation)
+    def add(self, work: Callable[[], None], waits: frozenset[int]) -> frozenset[int]:
+        self.work.append(work)
+        self.waits.append(waits)
+        return frozenset({len(self.work) - 1})
+
+    def join(self, stream: HostStream) -> None:
+        if stream.capture is None:
+            stream.capture = self
+            self._joined.append(stream)
+        assert stream.capture is self
+
+    def end(self, stream: HostStream) -> None:
+        """As a driver does it: all that was captured is waited for by `stream`."""
+        seen, todo = set(stream.last), list(stream.last)
+        while todo:
+            new = self.waits[todo.pop()] - seen
+            seen |= new
+            todo += new
+        for other in self._joined:
+            other.capture, other.last = None, frozenset()
+        if len(seen) < len(self.work):
+            raise DeviceError("a capture ends before streams that have joined it")
+
+
+class HostGraph:
+    """Work that was captured: the same operations with the same arguments, again and again.
+
+    Each in an order of its own: any that keeps what waits for what.
+    """
+
+    def __init__(self, capture: Capture, dice: random.Random) -> None:
+        self.work, self.waits = capture.work, capture.waits
+        self._dice = dice
+
+    def replay(self, stream: HostStream) -> None:
+        left = [len(waits) for waits in self.waits]
+        after: list[list[int]] = [[] for _ in self.waits]
+        for number, waits in enumerate(self.waits):
+            for first in waits:
+                after[first].append(number)
+        ready = [number for number, count in enumerate(left) if not count]
+        while ready:
+            number = ready.pop(self._dice.randrange(len(ready)) if len(ready) > 1 else 0)
+            stream.push(self.work[number])
+            for follower in after[number]:
+                left[follower] -= 1
+                if not left[follower]:
+                    ready.append(follower)
+        stream.poke()
 
 
 class HostDevice:
@@ -185,10 +246,15 @@ class HostDevice:
 
         stream.push(work)
 
+    def call(self, stream: HostStream, call: HostCall) -> None:
+        stream.push(lambda: ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.data))
+
     def capture(self, work: Callable[[HostStream], None]) -> HostGraph:
-        recorder = _Recorder()
-        work(recorder)
-        return HostGraph(recorder.work)
+        captured = Capture()
+        stream = HostStream(self.dice, captured)
+        work(stream)
+        captured.end(stream)
+        return HostGraph(captured, self.dice)
 
     def register(self, address: int, size: int) -> int:
         """As a driver does it: whole pages, each once."""

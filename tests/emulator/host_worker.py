@@ -11,21 +11,38 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 from emulated_tiers import any_placement
 from host_device import HostDevice, HostStream
+from numpy.typing import NDArray
 
 from sparkd.errors import DeviceError
-from sparkd.executors.device import Launch
+from sparkd.executors.device import HostCall, Launch
 from sparkd.worker import device_backend, main, server
 from sparkd.worker.engine import Routing
 
 
 class LosableDevice(HostDevice):
-    """Is lost, once, when the file LOST is there; others take as much of it as the file FOREIGN says."""
+    """Is lost, once, when the file LOST is there; others take as much of it as the file FOREIGN says.
+
+    Where the file CONFUSED is there, the host is called for an expert that does not exist, once.
+    """
+
+    def __init__(self, **given: object) -> None:
+        super().__init__(**given)
+        self._host_memory: list[NDArray[np.uint8]] = []
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        self._host_memory.append(super().pinned(size))
+        return self._host_memory[-1]
 
     def launch(self, stream: HostStream, launch: Launch) -> None:
         super().launch(stream, launch)
         stream.push(self._lose)
+
+    def call(self, stream: HostStream, call: HostCall) -> None:
+        stream.push(self._confuse)
+        super().call(stream, call)
 
     def memory(self) -> tuple[int, int]:
         foreign = _file("FOREIGN")
@@ -37,6 +54,13 @@ class LosableDevice(HostDevice):
         if lost.exists():
             lost.unlink()
             raise DeviceError("the GPU refuses: cudaErrorDevicesUnavailable")
+
+    def _confuse(self) -> None:
+        confused = _file("CONFUSED")
+        if confused.exists():
+            confused.unlink()
+            # What `HostExperts` pins is the first of it, and begins with the number of rows.
+            self._host_memory[0].view("<i4")[:2] = 1, 9999
 
 
 class RestlessBackend(device_backend.DeviceBackend):

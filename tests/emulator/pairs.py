@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sparkd.executors.base import Batch, RowKind, Segment, StepResult
 from sparkd.executors.cuda import CudaExecutor
 from sparkd.executors.cuda_device import CudaDevice
+from sparkd.executors.cuda_host import HostExperts
 from sparkd.executors.device import Device
 from sparkd.executors.native import NativeExecutor, StateMemory
 from sparkd.executors.weights import Piece, Stored, Weights
@@ -126,8 +127,9 @@ class Pair:
         keep: Collection[ops.Value] = (),
         prompt_rows: int = 8,
         prompt_from: int = 1 << 30,
+        host_threads: int = 0,
     ) -> None:
-        """Prompts run by graphs unless `prompt_from` says otherwise."""
+        """Prompts run by graphs unless `prompt_from` says otherwise. `host_threads`: 0, the host computes nothing."""
         self.device = device
         self._keep = keep
         layout = StateLayout.of(program, kv_bytes)
@@ -141,6 +143,7 @@ class Pair:
         self.cuda = CudaExecutor(
             device, program, weights, layout, pages=size.pages, slots=size.records, context=positions, counts=counts,
             prompt_rows=prompt_rows, prompt_from=prompt_from, keep=keep,
+            host=HostExperts(device, program, weights, host_threads) if host_threads else None,
         )  # fmt: skip
 
     def start(self) -> Running:

@@ -19,6 +19,7 @@ from sparse_models import make_sparse, untouched
 from test_device_tier import Reader
 
 from sparkd.config import ModelSettings, Settings
+from sparkd.executors.cuda import Reach
 from sparkd.executors.cuda_prompt import Likely
 from sparkd.residency.device_budget import ROWS, staging_slots
 from sparkd.residency.leases import Use
@@ -92,7 +93,7 @@ class Replay:
             )
 
     def _step(self, ids: NDArray[np.int16], *, decode: bool, counts: NDArray[np.int64] | None = None) -> None:
-        assert self.tier.begin() is None
+        assert self.tier.begin() is Reach.ALL
         for number, layer in enumerate([] if counts is None else counts):
             self.tier.expect(number, self._likely.experts(number, self._rows))
             self._likely.learn(number, layer, self._rows)

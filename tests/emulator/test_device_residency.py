@@ -12,19 +12,22 @@ from emulated_tiers import Churned
 from host_device import HostDevice
 from pairs import Pair, loaded
 
+from sparkd.residency.misses import Misses
+
 MODELS = ["qwen35moe-tinyk-s1-q4_k_m", "laguna-tinyk-s1-q4_k_m"]
 STEPS = 4
 
 
 def say_the_same(
-    path: Path, share: float, seed: int, *, registered: bool, in_place: bool = True, steps: int = STEPS
+    path: Path, share: float, seed: int, *, registered: bool, misses: Misses = Misses.IN_PLACE, steps: int = STEPS
 ) -> None:
     """A prompt beside decoding, then two sequences; placements, misses and lost blocks between and under the steps."""
     rng = np.random.default_rng(seed)
     with loaded(path) as arena:
         device = HostDevice(seed=seed)
-        pair = Pair(arena.program, arena, device, positions=64, max_rows=16)
-        churned = Churned(device, pair.cuda, arena, share, seed, registered=registered, in_place=in_place)
+        host_threads = 2 if misses is Misses.HOST else 0
+        pair = Pair(arena.program, arena, device, positions=64, max_rows=16, host_threads=host_threads)
+        churned = Churned(device, pair.cuda, arena, share, seed, registered=registered, misses=misses)
         pair.cuda.serve_from(churned.tier)
         vocab = arena.program.vocab
         first, second = pair.start(), pair.start()
@@ -47,22 +50,24 @@ def say_the_same(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("share", "registered", "in_place"),
+    ("share", "registered", "misses"),
     [
-        (0.0, True, True),
-        (0.1, True, True),
-        (0.5, True, True),
-        (1.0, True, True),
-        (0.0, False, True),
-        (0.5, False, True),
-        (0.0, True, False),
-        (0.5, True, False),
+        (0.0, True, Misses.IN_PLACE),
+        (0.1, True, Misses.IN_PLACE),
+        (0.5, True, Misses.IN_PLACE),
+        (1.0, True, Misses.IN_PLACE),
+        (0.0, False, Misses.IN_PLACE),
+        (0.5, False, Misses.IN_PLACE),
+        (0.0, True, Misses.COPY),
+        (0.5, True, Misses.COPY),
+        (0.1, True, Misses.HOST),
+        (0.6, False, Misses.HOST),
     ],
 )
 def test_a_model_says_the_same_wherever_its_experts_are(
-    name: str, share: float, registered: bool, in_place: bool, model_path: Callable[[str], Path], seed: int
+    name: str, share: float, registered: bool, misses: Misses, model_path: Callable[[str], Path], seed: int
 ) -> None:
-    say_the_same(model_path(name), share, seed, registered=registered, in_place=in_place)
+    say_the_same(model_path(name), share, seed, registered=registered, misses=misses)
 
 
 @pytest.mark.soak

@@ -19,6 +19,7 @@ from host_device import HostDevice, HostEvent, HostStream
 from numpy.typing import NDArray
 from pairs import loaded
 
+from sparkd.executors.cuda import Reach
 from sparkd.store.arena import Arena
 
 MODEL = "laguna-tiny-s1-q4_k_m"
@@ -92,7 +93,7 @@ class Reader:
 
     def step(self, churned: Churned, top_k: int = 2) -> None:
         tier, dice = churned.tier, churned.random
-        rows = tier.begin()
+        rows = tier.part_rows if tier.begin() is Reach.PARTS else None
         chosen = np.array(
             [[dice.sample(range(layer.experts), top_k) for _ in range(min(rows or 2, 2))] for layer in self.layers]
         ).astype(np.int16)

@@ -15,7 +15,7 @@ from host_device import HostDevice
 from many_experts import ARCHITECTURES, many_experts
 from pairs import loaded
 
-from sparkd.config import KvSettings, LimitSettings, Settings
+from sparkd.config import KvSettings, LimitSettings, Settings, WorkerSettings
 from sparkd.demo.main import MODEL
 from sparkd.graph.state import StateLayout
 from sparkd.residency.device_budget import CARD_MARGIN, RESERVE_PARTS
@@ -41,7 +41,9 @@ class DeviceDaemon(Daemon):
 
     PROGRAM = ("-c", _SCRIPT)
 
-    def __init__(self, model: Path, run_dir: Path, size: int, seed: int, **settings: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Path, run_dir: Path, size: int, seed: int, misses: str = "auto", **settings: dict[str, Any]
+    ) -> None:
         self.folder = run_dir.parent
         self.ENVIRONMENT = {
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
@@ -51,7 +53,7 @@ class DeviceDaemon(Daemon):
             "HOST_DEVICE_SEED": str(seed),
             "HOST_DEVICE_FOLDER": str(self.folder),
         }
-        super().__init__(model, run_dir, limits=LIMITS, worker={"device": "cuda"}, **settings)
+        super().__init__(model, run_dir, limits=LIMITS, worker={"device": "cuda", "misses": misses}, **settings)
 
 
 def answers(one: Daemon, count: int = COUNT) -> list[list[int]]:
@@ -64,7 +66,7 @@ def answers(one: Daemon, count: int = COUNT) -> list[list[int]]:
 
 def card_for(path: Path, share: float) -> int:
     """Bytes of a card on which about this share of the slots finds room beside what every token uses."""
-    settings = Settings(limits=LimitSettings(**LIMITS), kv=KvSettings("f32"))
+    settings = Settings(limits=LimitSettings(**LIMITS), kv=KvSettings("f32"), worker=WorkerSettings(misses="in_place"))
     with loaded(path) as arena:
         layout = StateLayout.of(arena.program, 4)
         size_for = functools.partial(PoolSize.worst_case, layout, LIMITS["sequences"], LIMITS["context"])
@@ -80,9 +82,9 @@ def card_for(path: Path, share: float) -> int:
         return int((used + min(slab.record_bytes for slab in arena.layout.slabs) / 2) / (1 - CARD_MARGIN))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "misses"), zip(MODELS, ("host", "auto"), strict=True))
 def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
-    name: str, model_path: Callable[[str], Path], tmp_path: Path, seed: int
+    name: str, misses: str, model_path: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
     """Also while others take memory of the card, and slots are given back, and when they are taken back."""
     path = model_path(name)
@@ -90,7 +92,7 @@ def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
         wanted = answers(one)
         assert one.status()["device"] == {}
     size = card_for(path, 0.3)
-    with running(DeviceDaemon(path, tmp_path / "run", size, seed)) as one:
+    with running(DeviceDaemon(path, tmp_path / "run", size, seed, misses)) as one:
         one.ready()
         assert answers(one) == wanted
         status = one.status()
@@ -100,6 +102,12 @@ def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
         assert 0 < border["slots"] < border["records"] == border["in_place"]
         assert 0 < border["uses"]["decode"]["misses"] < border["uses"]["decode"]["uses"]
         assert status["calibration"]["tier"]["name"] == "device"
+        chosen = border["misses"]
+        assert chosen["setting"] == misses and f"misses={chosen['policy']}" in one.said()
+        if misses == "host":
+            assert (chosen["policy"], chosen["why"]) == ("host", "worker.misses says so")
+        else:
+            assert chosen["link_bytes_s"] > 0 < chosen["host_bytes_s"] and " GB/s" in chosen["why"]
         (tmp_path / "FOREIGN").write_text(str(border["free_bytes"]))
         until(lambda: one.status()["device"]["given_back_bytes"] > 0, one.said)
         assert "others use the card" in one.said()
@@ -109,11 +117,12 @@ def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
         assert "the card has room again" in one.said()
         assert one.status()["device"]["slots"] == border["slots"]
         assert answers(one) == wanted
-        (tmp_path / "LOST").touch()
+        (tmp_path / ("CONFUSED" if misses == "host" else "LOST")).touch()
         assert answers(one) == wanted
         worker = next(process for process in one.status()["processes"] if process["role"] == "worker")
         assert worker["restarts"] == 1, one.said()
-        assert "the worker has lost its GPU: the GPU refuses" in one.said()
+        failed = "the CPU's part of a step failed: expert layer 0: expert 9999 is wanted, there are"
+        assert f"the worker has lost its GPU: {failed if misses == 'host' else 'the GPU refuses'}" in one.said()
 
 
 @pytest.mark.soak

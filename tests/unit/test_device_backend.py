@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sparse_models import make_full, untouched
 
-from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings
+from sparkd.config import LimitSettings, MemorySettings, ModelSettings, Settings, WorkerSettings
 from sparkd.errors import BudgetError
 from sparkd.executors.cuda_counted import CountingDevice
 from sparkd.graph.state import StateLayout
@@ -36,6 +36,7 @@ def settings_for(path: Path, vram_gib: float) -> Settings:
         model=ModelSettings(str(path)),
         memory=MemorySettings(vram_gib=vram_gib),
         limits=LimitSettings(context=CONTEXT, sequences=1),
+        worker=WorkerSettings(misses="in_place"),  # what "auto" would measure is not there
     )
 
 

@@ -126,6 +126,7 @@ def test_a_card_is_shown_like_the_tier_of_host_memory(capsys: pytest.CaptureFixt
         "in_place_note": "", "layers": [{"records": 4, "resident": 3}, {"records": 4, "resident": 0}], "slabs": [slab],
         "uses": {"decode": {"uses": 200, "misses": 50}}, "moved_bytes": 5 * MIB,
         "placement": {"version": 2, "swaps_left": 7, "refused": ""},
+        "misses": {"setting": "auto", "policy": "in_place", "why": "a step misses 1.0 MB"},
     }  # fmt: skip
     executor = {"kind": "cuda", "max_rows": 512, "kv_type": "f16", "types": {}}
     text = shown(document() | {"device": card, "executor": executor}, capsys)
@@ -137,11 +138,15 @@ def test_a_card_is_shown_like_the_tier_of_host_memory(capsys: pytest.CaptureFixt
     assert "placement 2: 7 swaps are left" in text
     assert "cuda, keys and values f16" in row(text, "computes")
     assert "3 of 4" in row(text, "0  ") and "0 of 4" in row(text, "1  ")
+    assert row(text, "missed experts").endswith("read in host memory: a step misses 1.0 MB")
     assert "given back" not in text and "cannot be read" not in text
     less = card | {"given_back_bytes": 3 * MIB, "in_place": 5, "in_place_note": "cannot be pinned"}
     text = shown(document() | {"device": less}, capsys)
     assert "3.0 MiB of slots given back, since others use the card" in text
     assert "3 experts cannot be read in host memory, and are copied when used: cannot be pinned" in text
+    text = shown(document() | {"device": less | {"misses": {"policy": "host", "why": "worker.misses says so"}}}, capsys)
+    assert row(text, "missed experts").endswith("computed by the CPU: worker.misses says so")
+    assert "cannot be read" not in text
 
 
 def test_loading_is_a_bar(capsys: pytest.CaptureFixture[str]) -> None:

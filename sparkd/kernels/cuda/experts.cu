@@ -182,6 +182,7 @@ __device__ inline void gate_up(const Batch* batch, const Groups* groups, const u
     if (routed && g >= groups->count) return;
     const SharedExpert& shared = layer->shared;
     const uint64_t record = routed ? records[groups->expert[g]] : 0;
+    if (routed && record == 0) return;  // the host computes it
     // What is the same for all threads lies in shared memory: registers are short here.
     __shared__ Matrix weights[2];
     __shared__ int begin, count, x_row[COUNT], target[COUNT];
@@ -257,7 +258,9 @@ __device__ inline void down(const Batch* batch, const Groups* groups, const uint
     const int g = static_cast<int>(blockIdx.y);
     const bool is_shared = g == static_cast<int>(gridDim.y) - 1;
     if (!is_shared && g >= groups->count) return;
-    const Matrix weight = is_shared ? layer->shared.down : layer->down.in(records[groups->expert[g]]);
+    const uint64_t record = is_shared ? 0 : records[groups->expert[g]];
+    if (!is_shared && record == 0) return;
+    const Matrix weight = is_shared ? layer->shared.down : layer->down.in(record);
     const int per_warp = rows_per_warp(weight.columns);
     const int first_row = (static_cast<int>(blockIdx.x) * kWarps + warp_id()) * per_warp;
     if (first_row >= weight.rows) return;
@@ -275,6 +278,38 @@ __device__ inline void down(const Batch* batch, const Groups* groups, const uint
     if (lane_id() % lanes == 0 && row < weight.rows)
         for (int b = 0; b < COUNT; ++b)
             if (b < count) out[static_cast<int64_t>(target[b]) * weight.rows + row] = y[b];
+}
+
+// Tells the host, in its memory, which of the chosen experts have no record here: `told` is the number of rows, then of
+// each pair its expert or -1; `host_x` gets the rows that chose any. grid (ceil(width / 256), rows), block 256.
+// Cost: 8 * width bytes, top_k operations.
+extern "C" __global__ void tell_host(const Batch* batch, const int32_t* ids, const uint64_t* records, const float* x,
+                                     int top_k, int width, int32_t* told, float* host_x) {
+    const int row = static_cast<int>(blockIdx.y);
+    const int i = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
+    if (i == 0 && row == 0) told[0] = batch->rows;
+    if (row >= batch->rows) return;
+    bool any = false;
+    for (int rank = 0; rank < top_k; ++rank) any = any || records[ids[row * top_k + rank]] == 0;
+    if (i < top_k) {
+        const int pair = row * top_k + i;
+        told[1 + pair] = records[ids[pair]] == 0 ? ids[pair] : -1;
+    }
+    const int64_t place = static_cast<int64_t>(row) * width + i;
+    if (any && i < width) host_x[place] = x[place];
+}
+
+// Puts what the host has computed where the sum looks for it. grid (ceil(width / 256), rows), block 256.
+// Cost: 8 * top_k * width bytes, top_k operations.
+extern "C" __global__ void take_host(const Batch* batch, const int32_t* ids, const uint64_t* records, const float* results,
+                                     int top_k, int width, float* ranked) {
+    const int row = static_cast<int>(blockIdx.y);
+    const int i = static_cast<int>(blockIdx.x * 256 + threadIdx.x);
+    if (row >= batch->rows || i >= width) return;
+    for (int pair = row * top_k; pair < (row + 1) * top_k; ++pair) {
+        const int64_t place = static_cast<int64_t>(pair) * width + i;
+        if (records[ids[pair]] == 0) ranked[place] = results[place];
+    }
 }
 
 // out = the sum over ranks in order, first copied. grid (ceil(width / 256), rows), block 256.
