@@ -13,7 +13,7 @@ import pytest
 
 from sparkd.errors import DeviceError
 from sparkd.executors.cuda_device import CudaDevice
-from sparkd.executors.device import Launch
+from sparkd.executors.device import HostCall, Launch
 
 
 class CUDARuntimeError(RuntimeError):
@@ -140,3 +140,22 @@ def test_a_cupy_that_misses_a_library_says_which(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(DeviceError, match=r"^a GPU needs CuPy: libcudart.so.13: cannot open .*; pip install cupy"):
         CudaDevice()
+
+
+def test_the_host_is_called_through_the_driver_with_whole_addresses(gpu: Gpu) -> None:
+    """As a C function gets them; its code is the refusal."""
+    given: list[tuple[int, ...]] = []
+    codes = iter((0, 900))
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    def launch(*arguments: int) -> int:
+        given.append(arguments)
+        return next(codes)
+
+    gpu.ptr, gpu.cuLaunchHostFunc = 1 << 40, launch
+    device = CudaDevice()
+    stream, call = device.stream(), HostCall((1 << 41) + 1, (1 << 42) + 2)
+    device.call(stream, call)
+    assert given == [(1 << 40, call.function, call.data)]
+    with pytest.raises(DeviceError, match=r"^the GPU refuses to call the host: CUDA error 900$"):
+        device.call(stream, call)
