@@ -9,6 +9,7 @@ where they are from; everything else is reckoned by the code that `sparkctl plan
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -31,7 +32,7 @@ DOCUMENT = ROOT / "docs" / "plan.md"
 BEGIN = "<!-- made by bench/make_plan_document.py -->\n"
 RING = 32
 NAMES = {"laguna": "Laguna-XS.2", "qwen35moe": "Qwen3.6-35B-A3B"}
-#: Bytes of host memory, threads and so on do not matter to a card's figures.
+#: Bytes of host memory do not matter to a card's figures, nor does a CPU so slow that it computes nothing for a card.
 HOST = [Limit("enough", 1 << 50)]
 PROCESSOR = Processor(1, Link("host memory", 15.5e9, "measured"))
 DISK = Link("disk", 3e9, "stated")
@@ -85,6 +86,13 @@ def constants() -> Iterator[tuple[str, str, str]]:
     yield "`MEMORY_SHARE`", f"{roofline.MEMORY_SHARE}", "stated: long reads against a memory's stated bandwidth"
     yield "`LINK_SHARE`", f"{LINK_SHARE}", "stated: 25 GB/s of the 31.5 of PCIe 4.0 x16"
     yield "`LAUNCH_S`", f"{roofline.LAUNCH_S * 1e6:.2f} µs", "fitted: Laguna, all on an RTX 3090, 131 tokens/s"
+    trip = f"{roofline.ROUND_TRIP_S * 1e6:.0f} µs"
+    yield (
+        "`ROUND_TRIP_S`",
+        trip,
+        "assumed: a stop of a card, a call of the host; a worker measures its own",
+    )
+    yield "`HOST_LAUNCHES`", f"{roofline.HOST_LAUNCHES}", "the design: beside each call of the host"
     yield "`PROMPT_SHARE`", f"{roofline.PROMPT_SHARE:.2%}", "fitted: 1,880 tokens/s of a prompt on an RTX 3060"
     yield "`FAST_SHARE`", f"{roofline.FAST_SHARE:.0%}", "assumed"
     yield "`HOT`", f"{hits.HOT}", "fitted: 39.7 of 312 choices missed at 60 % hot"
@@ -255,6 +263,38 @@ def steps(models: Models) -> Iterator[tuple[object, ...]]:
             yield card, NAMES[arch], rows, f"{lost:.1%}", shown(decode), shown(chunk), mark
 
 
+#: CPUs beside a card: threads, and what two channels of their memory state.
+CPUS = (
+    Processor(8, Link("DDR4-3200", 51.2e9, "stated")),
+    Processor(16, Link("DDR5-5600", 89.6e9, "stated")),
+)
+
+
+def misses(models: Models) -> Iterator[tuple[object, ...]]:
+    """Tokens per second of each way at shares of residency without a ring, and which one is taken."""
+    for card, processor in itertools.product(("rtx-4060", "rtx-3060", "rtx-5070"), CPUS):
+        gpu = GPUS[card]
+        link = LINKS[gpu.link]
+        for arch, shape in models.full.items():
+            work, experts = shape.work, [stack.experts for stack in shape.work.stacks]
+            rates = roofline.miss_rates(link, processor)
+            for share in (0.1, 0.3, 0.6):
+                hit = hits.prior([round(n * share) for n in experts], experts, 0).hot
+                missed = work.experts_bytes * (1 - hit)
+                ways = (
+                    roofline.gpu_decode(work, gpu, link, PROMPT, hit),
+                    roofline.gpu_decode_copied(work, gpu, link, PROMPT, hit),
+                    roofline.gpu_decode_by_host(work, gpu, processor, PROMPT, hit),
+                )
+                worth = rates.worth_bytes(len(experts))
+                name = f"{card}, {link.name}, {processor.threads} threads, {processor.memory.name}"
+                yield (
+                    name, NAMES[arch], f"{share:.0%}", f"{1 - hit:.0%}", f"{missed / 1e6:.0f}",
+                    "never" if math.isinf(worth) else f"{worth / 1e6:.0f}", *(f"{way.tokens_s:.1f}" for way in ways),
+                    rates.better(len(experts), missed).value,
+                )  # fmt: skip
+
+
 def cards(models: Models, names: Iterable[str], contexts: Iterable[tuple[int, int]]) -> Iterator[tuple[object, ...]]:
     for card in names:
         for arch, shape in models.full.items():
@@ -306,6 +346,11 @@ of 512, which is llama.cpp's default, four times. Two things are not known. The 
 published prompt: if ours are half as fast, the rows that are bound by products are worth half. And the published prompt
 names neither its rows nor its residency: with 512 rows at ours its link would not have allowed it.
 """
+    yield "\n## What a card misses: read in place, copied first, or by the CPU\n"
+    yield "Tokens per second of one sequence, at shares of residency without a ring, hits by the prior; from how many"
+    yield "missed MB on the CPU is worth its calls; and what `auto` takes. No card has run any of it.\n"
+    head = "card, link, CPU | model | hot | missed | MB | worth from | in place | copied | by the CPU | auto"
+    yield from table(head, misses(models))
     yield "\n## What longer steps of prompts cost\n"
     yield "One sequence of 8,192; tokens per second of decoding (with the ring) and of a prompt, and the share of the"
     yield "bytes of slots that the longer step takes.\n"

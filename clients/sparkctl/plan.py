@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from sparkctl.plain import printable, write_json
 from sparkd.config import ModelSettings, Settings, load
 from sparkd.errors import ConfigError
-from sparkd.planning.forecast import Card, Forecast, Machine, make_forecast
+from sparkd.planning.forecast import Card, Forecast, Machine, Speeds, make_forecast
 from sparkd.planning.hardware import GPUS, LINKS, Gpu, Link, find_gpu, find_link
 from sparkd.planning.roofline import PROMPT, Processor, Speed, Term
 from sparkd.residency.budget import GIB, Limit, Scope
+from sparkd.residency.misses import Misses
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,6 +126,10 @@ def document(made: Forecast) -> dict[str, Any]:
         "hits": dataclasses.asdict(made.hits),
         "decode": _speed(made.speeds.decode) if made.speeds else None,
         "decode_without_ring": _speed(made.speeds.without_ring) if made.speeds else None,
+        "misses": made.speeds.misses.value if made.speeds and made.speeds.misses else None,
+        "decode_by_misses": {
+            misses.value: _speed(speed) for misses, speed in (made.speeds.by_misses if made.speeds else ())
+        },
         "prefill": _speed(made.speeds.prefill) if made.speeds else None,
         "wait_beside_prompt_s": made.speeds.wait_s if made.speeds else None,
         "advice": list(made.advice),
@@ -232,6 +237,8 @@ def _show(made: Forecast) -> None:
     if made.speeds is not None:
         prompt = min(PROMPT, made.context.positions)
         _show_speed(out, f"Decode after {prompt} tokens", made.speeds.decode)
+        if made.speeds.by_misses and made.hits.ring < 1:
+            _show_misses(out, made.speeds)
         if made.hits.ring > made.hits.hot:
             slower = made.speeds.without_ring.tokens_s
             out.print(f"{slower:.1f} tokens/s if the ring catches nothing (traffic that never comes back)\n")
@@ -268,6 +275,28 @@ def _show_speed(out: Console, title: str, speed: Speed) -> None:
     if len(speed.overlapping) > 1:
         out.print("|| at the same time: the slowest of these counts")
     out.print(f"{speed.seconds * 1e3:.2f} ms in all; bytes alone would allow {speed.bytes_only:.1f} tokens/s\n")
+
+
+#: What becomes of what a card misses.
+_MISSES = {Misses.IN_PLACE: "read in place", Misses.COPY: "copied first", Misses.HOST: "by the CPU"}
+
+
+def _show_misses(out: Console, speeds: Speeds) -> None:
+    """Every term of every way, in milliseconds."""
+    from sparkctl.tables import table
+
+    title = f"What the card misses ({_MISSES[speeds.misses]} here), ms" if speeds.misses else ""
+    ways = table("", *(f"{_MISSES[misses]}>" for misses, _ in speeds.by_misses), title=title)
+    columns = [
+        {term.name: f"{'|| ' if term in speed.overlapping else ''}{term.seconds * 1e3:.2f}"
+         for term in (*speed.serial, *speed.overlapping)}
+        for _, speed in speeds.by_misses
+    ]  # fmt: skip
+    for name in dict.fromkeys(name for column in columns for name in column):
+        ways.add_row(name, *(column.get(name, "") for column in columns))
+    ways.add_row("tokens/s", *(f"{speed.tokens_s:.1f}" for _, speed in speeds.by_misses))
+    out.print(ways)
+    out.print("|| at the same time: the slower of these counts\n")
 
 
 def _cells(term: Term) -> tuple[str, str, str, str]:

@@ -22,6 +22,7 @@ from sparkd.planning.shape import HostBudget, Shape
 from sparkd.planning.work import Work
 from sparkd.residency.budget import Limit
 from sparkd.residency.device_budget import CARD_MARGIN, ROWS, DeviceBudget, usable
+from sparkd.residency.misses import Misses
 from sparkd.store.plan import kv_and_state, limits_here, model_name
 from sparkd.store.planned import STEP_ROWS
 
@@ -67,13 +68,16 @@ class Context:
 class Speeds:
     """Of one sequence: a token, a token when the ring catches nothing, and the longest step of a prompt.
 
-    `wait_s`: seconds for which others, who decode, wait for a token while a prompt is read.
+    `wait_s`: seconds for which others, who decode, wait for a token while a prompt is read. `by_misses`: a token, for
+    all that may become of what a card misses; `misses` is what does, and `decode` that one (empty, None: no card).
     """
 
     decode: Speed
     without_ring: Speed
     prefill: Speed
     wait_s: float
+    by_misses: tuple[tuple[Misses, Speed], ...] = ()
+    misses: Misses | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def make_forecast(settings: Settings, machine: Machine, shape: Shape | None = No
 
     speeds = None
     if fits(settings):
-        speeds = _speeds(shape.work, machine, host, device, expected, position, step_s)
+        speeds = _speeds(shape.work, machine, settings.worker.misses, host, device, expected, position, step_s)
         alone = roofline.cpu_decode(shape.work, machine.processor, machine.disk, position, 1.0).tokens_s
         if device is not None and alone > speeds.decode.tokens_s:
             threads = machine.processor.threads
@@ -194,6 +198,7 @@ def _hits(shape: Shape, host: HostBudget, device: DeviceBudget | None, counts: R
 def _speeds(
     work: Work,
     machine: Machine,
+    misses: str,
     host: HostBudget,
     device: DeviceBudget | None,
     expected: Hits,
@@ -211,8 +216,19 @@ def _speeds(
     def chunk(rows: int) -> Speed:
         return roofline.gpu_prefill(work, gpu, link, position // 2, min(rows, position), device.residency, longest)
 
-    decode = roofline.gpu_decode(work, gpu, link, position, expected.ring)
-    without = roofline.gpu_decode(work, gpu, link, position, expected.hot)
+    def decoding(hit: float) -> tuple[Misses, dict[Misses, Speed]]:
+        missed = work.experts_bytes * (1 - hit)
+        better = roofline.miss_rates(link, machine.processor).better(len(work.stacks), missed)
+        return better if misses == "auto" else Misses(misses), {
+            Misses.IN_PLACE: roofline.gpu_decode(work, gpu, link, position, hit),
+            Misses.COPY: roofline.gpu_decode_copied(work, gpu, link, position, hit),
+            Misses.HOST: roofline.gpu_decode_by_host(work, gpu, machine.processor, position, hit),
+        }
+
+    chosen, every = decoding(expected.ring)
+    chosen_without, every_without = decoding(expected.hot)
+    decode = every[chosen]
     # Chunks beside others are as long as a step may take, but never shorter than these.
     shortest = chunk(ROWS[0]).seconds if device.residency < 1 else 0.0
-    return Speeds(decode, without, chunk(longest), max(shortest + decode.seconds, step_s))
+    wait_s = max(shortest + decode.seconds, step_s)
+    return Speeds(decode, every_without[chosen_without], chunk(longest), wait_s, tuple(every.items()), chosen)

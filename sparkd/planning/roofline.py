@@ -16,12 +16,17 @@ from dataclasses import dataclass
 from sparkd.planning.hardware import Gpu, Link
 from sparkd.planning.work import Work
 from sparkd.residency.device_budget import STAGING_PARTS, staging_slots
+from sparkd.residency.misses import Rates
 
 #: The share of a memory's stated bandwidth that long reads reach, on cards and in hosts.
 MEMORY_SHARE = 0.85
 #: Seconds that a small kernel takes beside its bytes: Laguna-XS.2 Q4_K_M, all of it on an RTX 3090, 407 launches
 #: a token, at 131 tokens/s (published: 119 to 143).
 LAUNCH_S = 12.85e-6
+#: Seconds in which a card stops, the host does something, and the card goes on. Assumed: a worker measures its own.
+ROUND_TRIP_S = 20e-6
+#: Launches beside each call of the host.
+HOST_LAUNCHES = 2
 #: The share of a card's INT8 operations that a prompt reaches: 1,880 tokens/s on an RTX 3060 (published; the model is
 #: taken to be Laguna-XS.2, and its products to be what it waited for).
 PROMPT_SHARE = 0.1125
@@ -97,18 +102,44 @@ class Speed:
 
 def gpu_decode(work: Work, gpu: Gpu, link: Link, position: int, hit: float) -> Speed:
     """One token on a card that holds the share `hit` of what it chooses; the rest is read from pinned host memory."""
+    core, *state = _on_card(work, gpu, position)
+    serial = [
+        core,
+        _hit(work, gpu, hit),
+        *state,
+        Term("experts over the link", work.experts_bytes * (1 - hit), "bytes", link.bandwidth, _link(link)),
+        _launches(work.launches.token),
+    ]
+    return Speed(1, _shown(*serial))
+
+
+def gpu_decode_copied(work: Work, gpu: Gpu, link: Link, position: int, hit: float) -> Speed:
+    """The same where the rest is copied first, for which the card stops in every expert layer."""
     rate, source = _card(gpu)
-    return Speed(
-        1,
-        _shown(
-            Term("core from VRAM", work.core_bytes, "bytes", rate, source),
-            Term("experts from VRAM", work.experts_bytes * hit, "bytes", rate, source),
-            Term("keys and values", work.kv_bytes(position), "bytes", rate, source),
-            Term("recurrent state, read and written", 2 * work.record_bytes, "bytes", rate, source),
-            Term("experts over the link", work.experts_bytes * (1 - hit), "bytes", link.bandwidth, _link(link)),
-            _launches(work.launches.token),
-        ),
+    in_place = gpu_decode(work, gpu, link, position, hit)
+    missed = work.experts_bytes * (1 - hit)
+    stops = len(work.stacks) if missed else 0
+    copied = Term("copied experts, written and read in VRAM", 2 * missed, "bytes", rate, source)
+    return Speed(1, (*in_place.serial, *_shown(copied, _trips("stops", stops))))
+
+
+def gpu_decode_by_host(work: Work, gpu: Gpu, processor: Processor, position: int, hit: float) -> Speed:
+    """The same where the CPU computes the rest, while the card computes with what it holds."""
+    layers = len(work.stacks)
+    missed = Term(
+        "missed experts, by the CPU", work.experts_bytes * (1 - hit), "bytes", processor.bandwidth, _memory(processor)
     )
+    serial = (
+        *_on_card(work, gpu, position),
+        _launches(work.launches.token + HOST_LAUNCHES * layers),
+        _trips("calls of the host", layers),
+    )
+    return Speed(1, _shown(*serial), _shown(_hit(work, gpu, hit), missed))
+
+
+def miss_rates(link: Link, processor: Processor) -> Rates:
+    """What a worker with this link and CPU would measure (`worker.misses` = auto)."""
+    return Rates(link.bandwidth, processor.bandwidth, ROUND_TRIP_S + HOST_LAUNCHES * LAUNCH_S)
 
 
 def gpu_prefill(
@@ -186,6 +217,24 @@ def cpu_prefill(work: Work, processor: Processor, disk: Link, position: int, row
             Term("experts from disk", touched * (1 - residency), "bytes", disk.bandwidth, _link(disk)),
         ),
     )
+
+
+def _on_card(work: Work, gpu: Gpu, position: int) -> tuple[Term, ...]:
+    """What every token reads in the card's memory."""
+    rate, source = _card(gpu)
+    return (
+        Term("core from VRAM", work.core_bytes, "bytes", rate, source),
+        Term("keys and values", work.kv_bytes(position), "bytes", rate, source),
+        Term("recurrent state, read and written", 2 * work.record_bytes, "bytes", rate, source),
+    )
+
+
+def _hit(work: Work, gpu: Gpu, hit: float) -> Term:
+    return Term("experts from VRAM", work.experts_bytes * hit, "bytes", *_card(gpu))
+
+
+def _trips(name: str, count: float) -> Term:
+    return Term(name, count, "times", 1 / ROUND_TRIP_S, f"{ROUND_TRIP_S * 1e6:.0f} µs each, assumed")
 
 
 def _operations(work: Work, position: int, rows: int) -> int:

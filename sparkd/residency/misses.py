@@ -45,6 +45,10 @@ class Rates:
         gain = 1 / self.link - 1 / self.host
         return layers * self.call_s / gain if gain > 0 else math.inf
 
+    def better(self, layers: int, missed_bytes: float) -> Misses:
+        """Whichever is sooner done where every step misses so many."""
+        return Misses.HOST if missed_bytes > self.worth_bytes(layers) else Misses.IN_PLACE
+
 
 class Chooser:
     """Chooses between `IN_PLACE` and `HOST` by what steps have missed of late."""

@@ -14,7 +14,7 @@ from sparse_models import TWENTY, make_full, make_one_of_twenty
 from sparkd.calibration import profile
 from sparkd.calibration.counts import RoutingCounts
 from sparkd.calibration.shadow import WARM
-from sparkd.config import LimitSettings, ModelSettings, Settings
+from sparkd.config import LimitSettings, ModelSettings, Settings, WorkerSettings
 from sparkd.errors import ConfigError
 from sparkd.gguf.formats import FORMATS
 from sparkd.graph.state import StateLayout
@@ -411,6 +411,41 @@ def test_what_the_card_lacks_crosses_the_link_and_no_byte_is_read_twice(full):
         assert made.speeds.without_ring.tokens_s < made.speeds.decode.tokens_s < made.speeds.decode.bytes_only
         chunk = {term.name: term.amount for term in made.speeds.prefill.overlapping}
         assert chunk["experts over the link"] <= made.host.fit.needs.records * (1 - made.device.residency)
+
+
+def test_what_is_missed_is_paid_once_whatever_becomes_of_it(full):
+    """The CPU's part is paid beside the card's; calls of the host are paid where nothing is missed, too."""
+    work, card, link = full["laguna"].work, GPUS["rtx-3060"], LINKS["pcie4x16"]
+    fast = Processor(16, Link("host memory", 89.6e9, "stated"))
+    layers = len(work.stacks)
+    for hit in (0.2, 0.98):
+        in_place = roofline.gpu_decode(work, card, link, PROMPT, hit)
+        copied = roofline.gpu_decode_copied(work, card, link, PROMPT, hit)
+        host = roofline.gpu_decode_by_host(work, card, fast, PROMPT, hit)
+        missed = work.experts_bytes * (1 - hit)
+        terms = {term.name: term for term in (*host.serial, *host.overlapping)}
+        assert terms["missed experts, by the CPU"].amount == pytest.approx(missed)
+        assert terms["experts from VRAM"].amount + missed == pytest.approx(work.experts_bytes)
+        assert terms["launches"].amount == work.launches.token + 2 * layers
+        assert copied.seconds - in_place.seconds == pytest.approx(
+            2 * missed / (card.bandwidth * roofline.MEMORY_SHARE) + layers * roofline.ROUND_TRIP_S
+        )
+        assert (host.seconds < in_place.seconds) == (hit == 0.2)
+    whole = [way(work, card, link, PROMPT, 1.0).seconds for way in (roofline.gpu_decode, roofline.gpu_decode_copied)]
+    assert whole[0] == whole[1] < roofline.gpu_decode_by_host(work, card, fast, PROMPT, 1.0).seconds
+
+
+def test_auto_is_the_cpu_where_enough_is_missed_and_a_setting_is_kept(full):
+    fast = dataclasses.replace(machine("rtx-3060", 4), processor=Processor(16, Link("host memory", 89.6e9, "stated")))
+    for misses, wanted in (("auto", "host"), ("copy", "copy"), ("in_place", "in_place"), ("host", "host")):
+        made = make_forecast(
+            Settings(limits=LimitSettings(context=8192, sequences=1), worker=WorkerSettings(misses=misses)),
+            fast, full["laguna"],
+        )  # fmt: skip
+        assert made.speeds.misses.value == wanted
+        assert dict(made.speeds.by_misses)[made.speeds.misses] == made.speeds.decode
+    whole = dataclasses.replace(fast, card=Card(GPUS["rtx-3090"], LINKS["pcie4x16"], None, 32))
+    assert forecast(full["laguna"], whole, sequences=1).speeds.misses.value == "in_place", "nothing is missed"
 
 
 def test_one_prompt_row_touches_its_own_experts_and_very_many_touch_all(full):
