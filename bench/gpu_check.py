@@ -9,6 +9,8 @@ Needs this checkout with its test dependencies, CuPy, and a driver; no network. 
     the link      registering host memory where it lies; copies to the card by size, alone and beside a replay
     residency     each model, the built-in one by default, with 100, 60, 40 and 25 % of its experts in slots, beside
                   rings of 0 to 48 slots a layer: the tokens must be those of the CPU; misses, tokens per second
+    misses        each model with 10 to 60 % of its experts in slots, and what is missed read in place, copied first,
+                  or computed by the CPU: tokens as above; bytes of missed experts per second; what `auto` measures
     decode        the whole daemon with each model at each limit of `memory.vram_gib`: the tokens must be those of the
                   CPU; tokens per second at the residency that came of it
     prompts       the same with prompts of 512 to 32,768 tokens: tokens per second, bytes of experts over the link and
@@ -46,6 +48,7 @@ from sparkd.executors.device import Device, Stream
 from sparkd.executors.gpu import gpu_missing
 from sparkd.ipc.memory import Region
 from sparkd.planning.shape import Shape
+from sparkd.residency.misses import Misses
 
 ROOT = Path(__file__).parents[1]
 TESTS = [f"tests/emulator/test_cuda_{name}.py" for name in ("kernels", "prefill", "models")]
@@ -135,6 +138,27 @@ def residencies(device: Device, models: list[Path], tokens: int) -> Table:
                     told = [str(found.slots), f"{found.missed:.2%}", f"{found.speed:.1f}"]
                     verdict = "equal" if found.equal else "DIFFERENT"
                     table.rows.append([*row, *told, f"{found.speed / expected.speed:.2f}", verdict])
+    if any(row[-1] == "DIFFERENT" for row in table.rows):
+        raise Failed(table.markdown() + "\nother tokens than the CPU's")
+    return table
+
+
+def misses(device: Device, models: list[Path], tokens: int) -> Table:
+    """Each model at low residencies, and all that may become of what is missed. Failed where tokens differ."""
+    heads = ["model", "hot", "missed experts", "missed", "missed GB/s", "tokens/s", "of the CPU's", "tokens"]
+    table = Table("Misses", heads)
+    for path in models:
+        with gpu_residency.opened(path, device, tokens) as (model, expected):
+            table.rows.append([path.name, "CPU", "", "", "", f"{expected.speed:.1f}", "1.00", ""])
+            table.rows.append([path.name, "", "auto", "", "", "", "", model.policy().why()])
+            for share in gpu_residency.LOW_SHARES:
+                for ways in Misses:
+                    model.at(expected, share, 0, ways)  # graphs are captured by the first steps
+                    found = model.at(expected, share, 0, ways)
+                    told = [f"{found.missed:.2%}", f"{found.missed_bytes_s / 1e9:.2f}", f"{found.speed:.1f}"]
+                    verdict = "equal" if found.equal else "DIFFERENT"
+                    speed = f"{found.speed / expected.speed:.2f}"
+                    table.rows.append([path.name, f"{share:.0%}", ways.value, *told, speed, verdict])
     if any(row[-1] == "DIFFERENT" for row in table.rows):
         raise Failed(table.markdown() + "\nother tokens than the CPU's")
     return table
@@ -293,6 +317,7 @@ def main() -> int:
         "same bits": lambda: same_bits(given.device),
         "the link": lambda: link(open_device(given.device), given.most_mib * MIB),
         "residency": lambda: residencies(open_device(given.device), given.models, given.tokens),
+        "misses": lambda: misses(open_device(given.device), given.models, given.tokens),
     }
     if given.device == "cuda":
         parts["sanitizers"] = lambda: sanitizers(shutil.which("compute-sanitizer"))

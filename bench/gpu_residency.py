@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sparkd.executors.base import Batch, Executor, RowKind, Segment, StepResult
 from sparkd.executors.cuda import CudaExecutor
+from sparkd.executors.cuda_host import HostExperts
 from sparkd.executors.cuda_source import COUNTS
 from sparkd.executors.device import Device
 from sparkd.executors.metered import Metered
@@ -22,10 +23,12 @@ from sparkd.executors.native import NativeExecutor, StateMemory
 from sparkd.graph.state import StateLayout
 from sparkd.residency.device_budget import RESERVE_PARTS, ROWS, staging_slots
 from sparkd.residency.leases import Use
+from sparkd.residency.misses import Misses
 from sparkd.residency.placement import Placement
 from sparkd.residency.ring import HALF_LIFE
 from sparkd.residency.slabs import SlabSize
 from sparkd.store.arena import Arena
+from sparkd.worker.device_misses import MissPolicy, measured
 from sparkd.worker.device_slots import DeviceSlots
 from sparkd.worker.device_staging import Staging
 from sparkd.worker.device_tier import DeviceTier
@@ -35,6 +38,8 @@ from sparkd.worker.state import PoolSize, StatePool
 #: Shares of the experts that are hot, and slots of the ring in each layer.
 SHARES = (1.0, 0.6, 0.4, 0.25)
 RINGS = (0, 8, 16, 32, 48)
+#: Shares at which all that may become of what is missed is compared.
+LOW_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 _PROMPT = 24
 _CHUNK = 8
 #: Calls of a tier that has no step to wait for, until it has to have what it wants.
@@ -52,12 +57,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Found:
-    """One residency: slots over all layers, the share of decode's uses that were missed, whether tokens were equal."""
+    """One residency: slots over all layers, the share of decode's uses that were missed, whether tokens were equal.
+
+    `missed_bytes_s`: bytes of missed experts per second of decoding.
+    """
 
     share: float
     ring: int
     slots: int
     missed: float
+    missed_bytes_s: float
     speed: float
     equal: bool
 
@@ -95,9 +104,10 @@ class Model:
         memory = StateMemory.allocate(self._layout, self._size.pages, self._size.records)
         threads = os.cpu_count() or 1
         self.native = NativeExecutor(program, arena, self._layout, memory, max_rows=_CHUNK, threads=threads)
+        self._host = HostExperts(device, program, arena, threads)
         self.cuda = CudaExecutor(
             device, program, arena, self._layout, pages=self._size.pages, slots=self._size.records,
-            context=self._positions, counts=COUNTS, prompt_rows=_CHUNK,
+            context=self._positions, counts=COUNTS, prompt_rows=_CHUNK, host=self._host,
         )  # fmt: skip
         registration = Registration(device, arena)
         while registration.register_next():
@@ -132,7 +142,19 @@ class Model:
         decoded = self._positions - _PROMPT - 1
         return Answer(tokens[_PROMPT:], decoded / took, np.concatenate(experts, axis=1))
 
-    def at(self, expected: Answer, share: float, ring: int) -> Found:
+    def policy(self) -> MissPolicy:
+        """What `worker.misses` = auto measures here."""
+        lent = _Lent(self._device, self._device.memory()[0])
+        try:
+            top_k = self._arena.program.expert_layers[0].top_k
+            record_bytes = max(slab.record_bytes for slab in self._arena.layout.slabs)
+            staging = Staging(lent, staging_slots(top_k, ROWS[0]), record_bytes)
+            return measured("auto", lent, self.cuda.stream, staging, self._arena, self._host)
+        finally:
+            self.cuda.stream.synchronize()
+            lent.end()
+
+    def at(self, expected: Answer, share: float, ring: int, misses: Misses = Misses.IN_PLACE) -> Found:
         """The CUDA executor's answer with `share` of each layer's experts hot, those that `expected` used most."""
         layers = self._arena.layout.layers
         hot = [[expert for expert, _ in Counter(chosen.ravel().tolist()).most_common()] for chosen in expected.experts]
@@ -152,7 +174,9 @@ class Model:
             slots = DeviceSlots(lent, sizes, [slab.record_bytes for slab in self._arena.layout.slabs])
             staging = Staging(lent, staging_slots(top_k, ROWS[0]), max(slots.record_bytes))
             registered = _Registered(self._pieces)
-            tier = DeviceTier(lent, self.cuda, self._arena, slots, registered, staging)  # type: ignore[arg-type]
+            tier = DeviceTier(
+                lent, self.cuda, self._arena, slots, registered, staging, misses  # type: ignore[arg-type]
+            )  # fmt: skip
             self.cuda.serve_from(tier)
             tier.place(Placement(1, hot, free, HALF_LIFE))
             for _ in range(_PATIENCE):
@@ -161,14 +185,19 @@ class Model:
             else:
                 raise RuntimeError(f"the tier is not done after {_PATIENCE} calls")
 
+            missed_bytes = 0
+
             def after(decode: bool, result: StepResult) -> None:
+                nonlocal missed_bytes
+                missed_bytes += tier.missed_bytes if decode else 0  # of the step before, which is as good
                 tier.used(np.full(result.experts.shape[1], decode), result.experts)
 
             found = self.answer(self.cuda, after)
             counts = tier.counts()[Use.DECODE]
             missed = counts.misses / counts.uses if counts.uses else 0.0
             ordinary = sum(size.ordinary for size in sizes)
-            return Found(share, ring, ordinary, missed, found.speed, found.tokens == expected.tokens)
+            rate = missed_bytes / max(1, len(found.tokens) - 1) * found.speed
+            return Found(share, ring, ordinary, missed, rate, found.speed, found.tokens == expected.tokens)
         finally:
             self.cuda.stream.synchronize()
             lent.end()

@@ -55,6 +55,16 @@ def test_a_model_is_compared_with_the_cpu_at_every_residency(
     assert rows[1][4] == "0.00%"
 
 
+def test_all_that_may_become_of_what_is_missed_is_compared(
+    model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check.gpu_residency, "LOW_SHARES", (0.3,))
+    rows = gpu_check.misses(HostDevice(), [model_path("laguna-tinyk-s1-q4_k_m")], tokens=3).rows
+    assert [(row[1], row[2]) for row in rows[:2]] == [("CPU", ""), ("", "auto")] and "GB/s" in rows[1][-1]
+    assert [row[2] for row in rows[2:]] == ["in_place", "copy", "host"]
+    assert all(row[3] != "0.00%" and row[-1] == "equal" for row in rows[2:])
+
+
 def test_other_tokens_than_the_cpus_are_a_failure(
     model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
