@@ -49,7 +49,7 @@ wheel: | $(BIN)/python
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 # Kernels of a GPU, which a compiler for the CPU makes; and of them what all weights of a K-quantised file go through.
-EMULATED := $(addprefix tests/emulator/test_,$(addsuffix .py,cuda_kernels cuda_models cuda_golden cuda_prefill device_residency device_staging device_tier))
+EMULATED := $(addprefix tests/emulator/test_,$(addsuffix .py,cuda_kernels cuda_models cuda_golden cuda_prefill device_host device_residency device_staging device_tier))
 FEW := tests/emulator/test_device_residency.py tests/emulator/test_cuda_prefill.py -m "not soak" -k "(wherever and 0.5-True) or (routing and 6-2)"
 
 # Programs under sanitizers, one for each instruction set that this machine has, and one for threads.

@@ -68,12 +68,14 @@ def test_steps_of_all_sizes_say_the_same_at_every_residency(
     name: str, model_path: Callable[[str], Path], seed: int
 ) -> None:
     shares = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    missed = 0
     with loaded(model_path(name)) as arena:
         for number, rows in enumerate((1, 2, 3, 5, 8)):
             device = HostDevice(seed=seed + number, order="random")
             churned = decode(arena, device, shares[(seed + number) % len(shares)], seed + number, rows)
             assert device.launched["tell_host"] == device.launched["take_host"] > 0
-            assert sum(counts.misses for counts in churned.tier.counts().values()) > 0
+            missed += sum(counts.misses for counts in churned.tier.counts().values())
+    assert missed > 0  # few rows of one size may find all they want
 
 
 @pytest.mark.soak

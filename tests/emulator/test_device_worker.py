@@ -82,7 +82,7 @@ def card_for(path: Path, share: float) -> int:
         return int((used + min(slab.record_bytes for slab in arena.layout.slabs) / 2) / (1 - CARD_MARGIN))
 
 
-@pytest.mark.parametrize(("name", "misses"), zip(MODELS, ("host", "auto"), strict=True))
+@pytest.mark.parametrize(("name", "misses"), [(MODELS[0], "host"), (MODELS[1], "auto")])
 def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
     name: str, misses: str, model_path: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:

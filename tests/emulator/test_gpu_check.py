@@ -55,6 +55,7 @@ def test_a_model_is_compared_with_the_cpu_at_every_residency(
     assert rows[1][4] == "0.00%"
 
 
+@pytest.mark.soak
 def test_all_that_may_become_of_what_is_missed_is_compared(
     model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
