@@ -188,7 +188,7 @@ class HostDevice:
         self._kernels: dict[str, Kernel] = {}
 
     def compile(self, source: str, kernels: Sequence[str]) -> None:
-        self.library = library = build(self._prelude + source, kernels, self._find_races)
+        self.compiled = library = build(self._prelude + source, kernels, self._find_races)
         self._kernels.update((name, Kernel(library, name)) for name in kernels)
 
     def allocate(self, size: int) -> int:

@@ -52,14 +52,14 @@ def without(line: int) -> Iterator[Callable[[], HostDevice]]:
     class Dropping(HostDevice):
         def compile(self, source: str, kernels) -> None:
             super().compile(source, kernels)
-            self.library.simt_drop(line)
+            self.compiled.simt_drop(line)
             made.append(self)
 
     try:
         yield lambda: Dropping(seed=1, order="random", find_races=True)
     finally:
         for device in made:
-            device.library.simt_drop(0)
+            device.compiled.simt_drop(0)
 
 
 def model_steps(path: Path, device: HostDevice) -> None:
@@ -113,7 +113,7 @@ def test_no_two_accesses_are_unordered_and_all_barriers_are_come_to(model_path: 
         for name in MODELS:
             on = device()
             model_steps(model_path(name), on)
-            passed |= {line for line, _ in barriers() if on.library.simt_passed(line)}
+            passed |= {line for line, _ in barriers() if on.compiled.simt_passed(line)}
     assert passed == {line for line, _ in barriers()}
 
 
