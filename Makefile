@@ -60,15 +60,16 @@ SANITIZED_base := $(ADDRESS)
 SANITIZED_v3 := $(ADDRESS) -march=x86-64-v3
 SANITIZED_vnni := $(ADDRESS) -march=x86-64-v3 -mavxvnni
 SANITIZED_v4 := $(ADDRESS) -march=x86-64-v4 -mavx512vnni
+SANITIZED_amx := $(SANITIZED_v4) -mamx-tile -mamx-int8
 SANITIZED_thread := -fsanitize=thread
-SANITIZED := base thread $(if $(shell grep -wm1 avx2 /proc/cpuinfo),v3) $(if $(shell grep -wm1 avx_vnni /proc/cpuinfo),vnni) $(if $(shell grep -wm1 avx512_vnni /proc/cpuinfo),v4)
+SANITIZED := base thread $(if $(shell grep -wm1 avx2 /proc/cpuinfo),v3) $(if $(shell grep -wm1 avx_vnni /proc/cpuinfo),vnni) $(if $(shell grep -wm1 avx512_vnni /proc/cpuinfo),v4) $(if $(shell grep -wm1 amx_int8 /proc/cpuinfo),amx)
 SANITIZERS := $(foreach v,$(SANITIZED),$(foreach c,$(CHECKS),build/sanitize/$v/$c))
 
 sanitize: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j$$(nproc) $(SANITIZERS)
 	@for check in $(SANITIZERS); do echo "$$check"; $$check || exit 1; done
 	$(BIN)/python tests/emulator/sanitized.py random,races $(FEW)
-	@echo "not for this machine: $(or $(filter-out $(SANITIZED),v3 vnni v4),nothing)"
+	@echo "not for this machine: $(or $(filter-out $(SANITIZED),v3 vnni v4 amx),nothing)"
 
 define SANITIZER
 build/sanitize/$1/%.o: %.cpp $(wildcard sparkd/kernels/*/*.h)

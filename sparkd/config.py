@@ -63,7 +63,7 @@ class CpuSettings:
     """How the CPU computes."""
 
     threads: Annotated[int, Within(0, 1024)] = 0
-    isa: Literal["auto", "x86-64", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4"] = "auto"
+    isa: Literal["auto", "x86-64", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-amx"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import platform
 from pathlib import Path
@@ -15,6 +17,11 @@ _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V3_VNNI = _V3 | {"avx_vnni"}
 #: x86-64-v4 with VNNI.
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+#: x86-64-v4 with the matrix unit.
+_V4_AMX = _V4 | {"amx_tile", "amx_int8"}
+
+# arch_prctl and two of its numbers, of the kernel's documentation "Using XSTATE features in user space applications".
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -30,13 +37,25 @@ def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset()
 
 
+@functools.cache
+def _matrix_unit() -> bool:
+    """Asks for the registers of the matrix unit, which the kernel keeps for processes that did; False if it refuses."""
+    return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
+
+
 def available() -> tuple[str, ...]:
     """Instruction sets that this machine runs, best first."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ("portable",)
     flags = _cpu_flags()
-    needs = {"x86-64-v4": _V4, "x86-64-v3-vnni": _V3_VNNI, "x86-64-v3": _V3, "x86-64": frozenset()}
-    return tuple(isa for isa, needed in needs.items() if flags >= needed)
+    needs = {
+        "x86-64-v4-amx": _V4_AMX,
+        "x86-64-v4": _V4,
+        "x86-64-v3-vnni": _V3_VNNI,
+        "x86-64-v3": _V3,
+        "x86-64": frozenset[str](),
+    }
+    return tuple(isa for isa, needed in needs.items() if flags >= needed and (needed is not _V4_AMX or _matrix_unit()))
 
 
 def native(isa: str = "auto") -> ModuleType:

@@ -34,7 +34,8 @@ def test_the_wheel_runs_on_many_machines_and_has_what_it_needs(wheel: Path) -> N
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     modules = {name.split(".")[0] for name in names if name.endswith(".so") and "_native" in name}
-    assert modules == {f"sparkd/_native_{isa}" for isa in ("x86_64", "x86_64_v3", "x86_64_v3_vnni", "x86_64_v4")}
+    sets = ("x86_64", "x86_64_v3", "x86_64_v3_vnni", "x86_64_v4", "x86_64_v4_amx")
+    assert modules == {f"sparkd/_native_{isa}" for isa in sets}
     # GPU kernels are compiled where sparkd runs: their sources, and the headers that they share with the CPU's.
     sources = [*ROOT.glob("sparkd/kernels/common/*.h"), *ROOT.glob("sparkd/kernels/cuda/*.cu*")]
     found = {name for name in names if name.endswith((".h", ".cu", ".cuh"))}

@@ -8,6 +8,7 @@
 
 #include "cpu/float_kernels.h"
 #include "cpu/products.h"
+#include "matrix_unit.h"
 
 using namespace spark;
 
@@ -94,6 +95,7 @@ void check_pool(int threads) {
 }  // namespace
 
 int main() {
+    ask_for_matrix_unit();
     for (int id = 0; id < 256; ++id) {
         const Format* format = find_format(id);
         if (format == nullptr) continue;

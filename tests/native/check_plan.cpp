@@ -19,6 +19,7 @@
 #include "cpu/plan.h"
 #include "cpu/recurrent.h"
 #include "cpu/sampler.h"
+#include "matrix_unit.h"
 
 using namespace spark;
 
@@ -267,6 +268,7 @@ int check_host_experts(Weights& weights) {
 }  // namespace
 
 int main() {
+    ask_for_matrix_unit();
     Weights weights;
     std::vector<int32_t> tokens(kMaxRows);
     for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<int32_t>(i * i % kVocabulary);

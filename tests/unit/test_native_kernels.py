@@ -22,11 +22,16 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
     return pretend
 
 
-def test_the_best_instruction_set_of_the_machine_is_taken_by_default(cpu) -> None:
+def test_the_best_instruction_set_of_the_machine_is_taken_by_default(cpu, monkeypatch) -> None:
     cpu("x86_64", V3_FLAGS)
     assert kernels.available() == ("x86-64-v3", "x86-64")
     cpu("x86_64", V4_FLAGS)
     assert kernels.available() == ("x86-64-v4", "x86-64-v3", "x86-64")
+    monkeypatch.setattr(kernels, "_matrix_unit", lambda: True)
+    cpu("x86_64", V4_FLAGS + " amx_tile amx_int8")
+    assert kernels.available()[:2] == ("x86-64-v4-amx", "x86-64-v4")
+    monkeypatch.setattr(kernels, "_matrix_unit", lambda: False)  # the kernel does not let processes have it
+    assert kernels.available()[0] == "x86-64-v4"
     cpu("x86_64", V3_FLAGS + " avx_vnni")
     assert kernels.available() == ("x86-64-v3-vnni", "x86-64-v3", "x86-64")
     cpu("x86_64", V4_FLAGS.replace(" avx512_vnni", ""))

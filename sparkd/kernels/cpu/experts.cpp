@@ -219,15 +219,17 @@ void Experts::compute_parts(Step& step, float* ranked) {
         part.end = static_cast<int32_t>(count);
     }
     // Calls body(record, first target, targets, first weight row, weight row after the last, memory) for all weight
-    // rows of every part.
+    // rows of every part; those of a part that a thread takes at a time in one call.
     const auto for_weight_rows = [&](int64_t rows, const auto& body) {
         const int64_t grains = (rows + kGrain - 1) / kGrain;
         step.pool.run(static_cast<int64_t>(parts_.size()) * grains, 1, [&](int64_t begin, int64_t end, int thread) {
-            for (int64_t i = begin; i < end; ++i) {
-                const Part& part = parts_[static_cast<size_t>(i / grains)];
-                const int64_t first = i % grains * kGrain;
-                body(part.record, static_cast<size_t>(part.first), static_cast<size_t>(part.end - part.first), first,
-                     std::min(first + kGrain, rows), step.scratch[static_cast<size_t>(thread)].products);
+            for (int64_t i = begin, next; i < end; i = next) {
+                const int64_t e = i / grains;
+                next = std::min((e + 1) * grains, end);
+                const Part& part = parts_[static_cast<size_t>(e)];
+                body(part.record, static_cast<size_t>(part.first), static_cast<size_t>(part.end - part.first),
+                     (i - e * grains) * kGrain, std::min((next - e * grains) * kGrain, rows),
+                     step.scratch[static_cast<size_t>(thread)].products);
             }
         });
     };

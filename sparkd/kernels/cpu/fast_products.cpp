@@ -34,34 +34,58 @@ M& in_place(void* memory) {
     return *reinterpret_cast<M*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
 }
 
-template <class T>
+// Weight rows `first` .. times `count` <= kPass activation rows.
+template <class T, bool MATRIX>
+void sixteen_rows(const Weight& w, int64_t first, int64_t end, const QuantisedRow* x, const Target* targets, int count,
+          tile_products::Memory& memory) {
+    using namespace tile_products;
+    const int rows = static_cast<int>(std::min<int64_t>(kRows, end - first));
+    Tile<T, MATRIX> tile(w.row(first), w.row_bytes(), rows, w.columns, x, count, memory);
+    const auto* sums = reinterpret_cast<const float*>(tile.products());
+    for (int m = 0; m < count; ++m) {
+        float* out = targets[m].out + first;
+        if (rows == kRows)
+            std::memcpy(out, sums + m * kRows, kRows * sizeof(float));  // a known size takes two instructions
+        else
+            std::copy_n(sums + m * kRows, rows, out);
+    }
+}
+
+template <class T, bool MATRIX>
 void tiles(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
            void* memory) {
     using namespace tile_products;
     Memory& own = in_place<Memory>(memory);
-    for (int64_t first = begin; first < end; first += kRows) {
-        const int rows = static_cast<int>(std::min<int64_t>(kRows, end - first));
+    QuantisedRow rows[kPass];
+    const auto take = [&](int64_t i) {  // a pass from target `i` on: how many
+        const int n = static_cast<int>(std::min<int64_t>(kPass, count - i));
+        for (int m = 0; m < n; ++m) rows[m] = quantised(x, targets[i + m].row);
+        return n;
+    };
+#if SPARK_MATRIX
+    if constexpr (MATRIX) {
         for (int64_t i = 0; i < count; i += kPass) {
-            const int n = static_cast<int>(std::min<int64_t>(kPass, count - i));
-            QuantisedRow part[kPass];
-            for (int m = 0; m < n; ++m) part[m] = quantised(x, targets[i + m].row);
-            Tile<T> tile(w.row(first), w.row_bytes(), rows, w.columns, part, n, own);
-            const auto* sums = reinterpret_cast<const float*>(tile.products());
-            for (int m = 0; m < n; ++m) {
-                float* out = targets[i + m].out + first;
-                if (rows == kRows)
-                    std::memcpy(out, sums + m * kRows, kRows * sizeof(float));  // a known size takes two instructions
-                else
-                    std::copy_n(sums + m * kRows, rows, out);
-            }
+            const int n = take(i);
+            const Groups groups(rows, n, w.columns, reinterpret_cast<int8_t*>(&own + 1));
+            own.groups = &groups;
+            for (int64_t first = begin; first < end; first += kRows) 
+                sixteen_rows<T, true>(w, first, end, rows, targets + i, n, own);
         }
+        return;
     }
+#endif
+    for (int64_t first = begin; first < end; first += kRows)
+        for (int64_t i = 0; i < count; i += kPass) sixteen_rows<T, false>(w, first, end, rows, targets + i, take(i), own);
 }
 
 template <class T>
 void integers(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
               void* memory) {
-    if (count >= tile_products::kWorthUnpacking<T>) return tiles<T>(w, begin, end, x, targets, count, memory);
+#if SPARK_MATRIX
+    if constexpr (tile_products::kWorthTheUnit<T> != 0)
+        if (count >= tile_products::kWorthTheUnit<T>) return tiles<T, true>(w, begin, end, x, targets, count, memory);
+#endif
+    if (count >= tile_products::kWorthUnpacking<T>) return tiles<T, false>(w, begin, end, x, targets, count, memory);
     // Weight rows come from memory once: those of a stretch serve all activation rows from the cache.
     const int64_t stretch = std::max<int64_t>(8, kStretchBytes / w.row_bytes() / 8 * 8);
     for (int64_t first = begin; first < end; first += stretch)
@@ -118,51 +142,72 @@ void coded(const Weight& w, int64_t begin, int64_t end, const Activations& x, co
     }
 }
 
-using Kernel = void (*)(const Weight&, int64_t, int64_t, const Activations&, const Target*, int64_t, void*);
+struct Kernel {
+    void (*multiply)(const Weight&, int64_t, int64_t, const Activations&, const Target*, int64_t, void*);
+    const char* path;
 
+    template <class T>
+    static Kernel of_floats() { return {floats<T>, vectors::kPath}; }
+    template <class T>
+    static Kernel of_codes() { return {coded<T>, vectors::kPath}; }
+    template <class T>
+    static Kernel of_integers() {
+#if SPARK_MATRIX
+        if (tile_products::kWorthTheUnit<T> != 0) return {integers<T>, "avx512-vnni and amx-int8"};
+#endif
+        return {integers<T>, vectors::kPath};
+    }
+};
+
+// multiply is null for a type that has none.
 Kernel find_kernel(int type) {
     switch (type) {
-        case F32: return floats<float_products::Single>;
-        case F16: return floats<float_products::Half>;
-        case BF16: return floats<float_products::Brain>;
-        case IQ2_XXS: return coded<float_products::IQ2XXS>;
-        case IQ2_XS: return coded<float_products::IQ2XS>;
-        case IQ2_S: return coded<float_products::IQ2S>;
-        case IQ3_XXS: return coded<float_products::IQ3XXS>;
-        case IQ3_S: return coded<float_products::IQ3S>;
-        case NVFP4: return coded<float_products::NVF4>;
-        case Q4_0: return integers<layouts::Q40>;
-        case Q4_1: return integers<layouts::Q41>;
-        case Q5_0: return integers<layouts::Q50>;
-        case Q5_1: return integers<layouts::Q51>;
-        case Q8_0: return integers<layouts::Q80>;
-        case IQ4_NL: return integers<layouts::IQ4NL>;
-        case MXFP4: return integers<layouts::MXF4>;
-        case Q2_K: return integers<layouts::Q2K>;
-        case Q3_K: return integers<layouts::Q3K>;
-        case Q4_K: return integers<layouts::Q4K>;
-        case Q5_K: return integers<layouts::Q5K>;
-        case Q6_K: return integers<layouts::Q6K>;
-        case IQ4_XS: return integers<layouts::IQ4XS>;
+        case F32: return Kernel::of_floats<float_products::Single>();
+        case F16: return Kernel::of_floats<float_products::Half>();
+        case BF16: return Kernel::of_floats<float_products::Brain>();
+        case IQ2_XXS: return Kernel::of_codes<float_products::IQ2XXS>();
+        case IQ2_XS: return Kernel::of_codes<float_products::IQ2XS>();
+        case IQ2_S: return Kernel::of_codes<float_products::IQ2S>();
+        case IQ3_XXS: return Kernel::of_codes<float_products::IQ3XXS>();
+        case IQ3_S: return Kernel::of_codes<float_products::IQ3S>();
+        case NVFP4: return Kernel::of_codes<float_products::NVF4>();
+        case Q4_0: return Kernel::of_integers<layouts::Q40>();
+        case Q4_1: return Kernel::of_integers<layouts::Q41>();
+        case Q5_0: return Kernel::of_integers<layouts::Q50>();
+        case Q5_1: return Kernel::of_integers<layouts::Q51>();
+        case Q8_0: return Kernel::of_integers<layouts::Q80>();
+        case IQ4_NL: return Kernel::of_integers<layouts::IQ4NL>();
+        case MXFP4: return Kernel::of_integers<layouts::MXF4>();
+        case Q2_K: return Kernel::of_integers<layouts::Q2K>();
+        case Q3_K: return Kernel::of_integers<layouts::Q3K>();
+        case Q4_K: return Kernel::of_integers<layouts::Q4K>();
+        case Q5_K: return Kernel::of_integers<layouts::Q5K>();
+        case Q6_K: return Kernel::of_integers<layouts::Q6K>();
+        case IQ4_XS: return Kernel::of_integers<layouts::IQ4XS>();
     }
-    return nullptr;
+    return {nullptr, "scalar"};
 }
 
 }  // namespace
 
-const char* products_path(int type) { return find_kernel(type) != nullptr ? vectors::kPath : "scalar"; }
+const char* products_path(int type) { return find_kernel(type).path; }
 
 int64_t fast_product_bytes(int columns) {
     const int64_t unpacked = kCodedRows * static_cast<int64_t>(sizeof(float)) * columns;
     const auto floats = static_cast<int64_t>(sizeof(float_products::TileMemory)) + unpacked;
-    return std::max<int64_t>(sizeof(tile_products::Memory), floats) + 64;
+#if SPARK_MATRIX
+    const int64_t packed = int64_t{tile_products::kPass} * columns;
+#else
+    const int64_t packed = 0;
+#endif
+    return std::max<int64_t>(static_cast<int64_t>(sizeof(tile_products::Memory)) + packed, floats) + 64;
 }
 
 bool multiply_fast(const Weight& weight, int64_t begin, int64_t end, const Activations& x, const Target* targets,
                    int64_t count, void* memory) {
     const Kernel kernel = find_kernel(weight.format->id);
-    if (kernel == nullptr) return false;
-    kernel(weight, begin, end, x, targets, count, memory);
+    if (kernel.multiply == nullptr) return false;
+    kernel.multiply(weight, begin, end, x, targets, count, memory);
     return true;
 }
 
