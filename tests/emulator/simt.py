@@ -18,7 +18,6 @@ from sparkd.executors.device import Argument, Grid
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 _HEADER = Path(__file__).parent / "simt_host.h"
-_RACES = _HEADER.with_name("simt_races.h")
 _STUB = """#include "simt_host.h"
 #define SPARK_DYNAMIC_SHARED(T, name) SIMT_DYN_SHARED(T, name)
 namespace {
@@ -63,7 +62,7 @@ def build(source: str, kernels: Sequence[str], find_races: bool = False) -> ctyp
         linked = ["-fsanitize=address,undefined"]
         flags += ["-g", *linked, "-fno-sanitize-recover=undefined"]
         flags += ["-fno-omit-frame-pointer", "-fsanitize-sections=simt_shared"]
-    headers = [_HEADER.read_bytes(), _RACES.read_bytes()]
+    headers = [header.read_bytes() for header in sorted(_HEADER.parent.glob("simt_*.h"))]
     key = hashlib.sha256(repr((source, kernels, flags, headers)).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("SPARKD_TEST_MODELS") or tempfile.gettempdir()) / f"sparkd-emulated-{os.getuid()}"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

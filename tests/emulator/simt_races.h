@@ -8,6 +8,7 @@
 //   * between blocks: the one that was before has a fence of every thread, a barrier, and an atomic operation (or a fence
 //     and that operation by the same thread); the other one an atomic operation at the same place, and a fence
 #pragma once
+#include <cstring>
 #include <unordered_map>
 
 extern "C" const char __ehdr_start[] __attribute__((visibility("hidden")));   // where the library lies
