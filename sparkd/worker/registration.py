@@ -2,7 +2,8 @@
 
 A piece is a number of whole slots that begins and ends with a page, since pages belong to one registration each, and
 neither kernels nor copies may read across two. Pieces are small: the driver holds a lock meanwhile. Where one is
-refused (a limit on locked memory, WSL2), what was registered stays so, and the rest is brought through the reserve.
+refused (a limit on locked memory, WSL2), smaller ones are tried, down to the fewest slots that end with a page; where
+those are too, what was registered stays so, and the rest is brought through the reserve.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Registration:
         self._device = device
         self._arena = arena
         self._wake = wake
-        self._pieces = self._cut(piece_bytes)
+        self._piece_bytes = piece_bytes
+        #: Slabs that are left, and of the first of them the first slot that is.
+        self._slabs = deque(arena.layout.slabs)
+        self._first = 0
         self._done: deque[tuple[int, int, int]] = deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="register", daemon=True)
@@ -56,31 +60,34 @@ class Registration:
             self._thread.join()
 
     def register_next(self) -> bool:
-        """Register one piece; false when there is none left, or it is refused."""
-        address, size = next(self._pieces, (0, 0))
-        if not size:
-            return False
-        try:
-            there = self._device.register(address, size)
-        except DeviceError as error:
-            self.refused = str(error)
-            _log.warning("experts are copied to the card when they are used: %s", error)
-            return False
-        self.bytes += size
-        self._done.append((address, size, there))
-        return True
+        """Register one piece; false when there is none left, or not even the least is taken."""
+        while self._slabs:
+            slab = self._slabs[0]
+            # So many slots end with a page.
+            together = PAGE // math.gcd(PAGE, slab.record_bytes)
+            count = max(1, self._piece_bytes // slab.record_bytes // together) * together
+            end = min(self._first + count, slab.slots)
+            start = self._first * slab.record_bytes
+            address = self._arena.region.address + slab.offset + start
+            size = -(-(end * slab.record_bytes - start) // PAGE) * PAGE
+            try:
+                there = self._device.register(address, size)
+            except DeviceError as error:
+                if end - self._first > together:
+                    self._piece_bytes = size // 2
+                    continue
+                self.refused = str(error)
+                _log.warning("experts are copied to the card when they are used: %s", error)
+                return False
+            self.bytes += size
+            self._done.append((address, size, there))
+            self._first = end
+            if end == slab.slots:
+                self._slabs.popleft()
+                self._first = 0
+            return True
+        return False
 
     def _run(self) -> None:
         while not self._stop.is_set() and self.register_next():
             self._wake()
-
-    def _cut(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
-        for slab in self._arena.layout.slabs:
-            # So many slots end with a page.
-            together = PAGE // math.gcd(PAGE, slab.record_bytes)
-            count = max(1, piece_bytes // slab.record_bytes // together) * together
-            base = self._arena.region.address + slab.offset
-            for first in range(0, slab.slots, count):
-                end = min(first + count, slab.slots) * slab.record_bytes
-                start = first * slab.record_bytes
-                yield base + start, -(-(end - start) // PAGE) * PAGE

@@ -155,8 +155,9 @@ class HostGraph:
 class HostDevice:
     """Implements `sparkd.executors.device.Device`. Fresh memory is full of 0xFF: a NaN in every form.
 
-    `foreign` bytes are used by others; registering is refused beyond `pinnable` bytes. Threads run in the order that
-    SPARKD_SIMT_ORDER names, else in `order`. Where kernels are sanitized, so is the memory beside an allocation.
+    `foreign` bytes are used by others. Registering is refused of more than `pinned_at_once` bytes, and of more than
+    `pinnable` in all. Threads run in the order that SPARKD_SIMT_ORDER names, else in `order`. Where kernels are
+    sanitized, so is the memory beside an allocation.
     """
 
     context = 0
@@ -182,6 +183,7 @@ class HostDevice:
         self._size = size
         self.foreign = 0
         self.pinnable: float = math.inf
+        self.pinned_at_once: float = math.inf
         self._registered: list[range] = []
         self._memory: dict[int, NDArray[np.uint8]] = {}
         self._freed: list[NDArray[np.uint8]] = []
@@ -260,7 +262,7 @@ class HostDevice:
         """As a driver does it: whole pages, each once."""
         assert address % PAGE == size % PAGE == 0, "not whole pages"
         assert all(address + size <= other.start or other.stop <= address for other in self._registered), "pages twice"
-        if sum(map(len, self._registered)) + size > self.pinnable:
+        if size > self.pinned_at_once or sum(map(len, self._registered)) + size > self.pinnable:
             raise DeviceError(f"host memory cannot be pinned for the GPU: {size} bytes more are too many")
         self._registered.append(range(address, address + size))
         return address

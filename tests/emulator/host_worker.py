@@ -1,7 +1,8 @@
 """A worker whose GPU is the host: kernels in the emulator, streams as late as the dice say.
 
-Its size in bytes, its seed, and a file that makes it fail once it is there come from the environment. While a file
-RESTLESS is there, every few steps another placement becomes the goal of swaps.
+Its size in bytes, how many bytes its driver pins at once and in all, its seed, and a file that makes it fail once it is
+there come from the environment. While a file RESTLESS is there, every few steps another placement becomes the goal of
+swaps.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def _file(name: str) -> Path:
 def open_device() -> HostDevice:
     seed = int(os.environ["HOST_DEVICE_SEED"])
     print(f"SPARKD_SEED={seed}", file=sys.stderr)
-    return LosableDevice(size=int(os.environ["HOST_DEVICE_SIZE"]), seed=seed, order="random")
+    device = LosableDevice(size=int(os.environ["HOST_DEVICE_SIZE"]), seed=seed, order="random")
+    device.pinned_at_once, device.pinnable = map(float, os.environ["HOST_DEVICE_PINNED"].split(","))
+    return device
 
 
 server.open_device = open_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -37,12 +38,19 @@ raise SystemExit(main())
 
 
 class DeviceDaemon(Daemon):
-    """A daemon whose worker has a device of `size` bytes."""
+    """A daemon whose worker has a device of `size` bytes; its driver pins so many bytes at once, and in all."""
 
     PROGRAM = ("-c", _SCRIPT)
 
     def __init__(
-        self, model: Path, run_dir: Path, size: int, seed: int, misses: str = "auto", **settings: dict[str, Any]
+        self,
+        model: Path,
+        run_dir: Path,
+        size: int,
+        seed: int,
+        misses: str = "auto",
+        pinned: tuple[float, float] = (math.inf, math.inf),
+        **settings: dict[str, Any],
     ) -> None:
         self.folder = run_dir.parent
         self.ENVIRONMENT = {
@@ -50,6 +58,7 @@ class DeviceDaemon(Daemon):
             # Where compiled kernels lie.
             "SPARKD_TEST_MODELS": os.environ.get("SPARKD_TEST_MODELS") or tempfile.gettempdir(),
             "HOST_DEVICE_SIZE": str(size),
+            "HOST_DEVICE_PINNED": ",".join(map(str, pinned)),
             "HOST_DEVICE_SEED": str(seed),
             "HOST_DEVICE_FOLDER": str(self.folder),
         }
@@ -86,20 +95,28 @@ def card_for(path: Path, share: float) -> int:
 def test_a_worker_on_a_device_says_the_same_and_is_replaced_when_that_is_lost(
     name: str, misses: str, model_path: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
-    """Also while others take memory of the card, and slots are given back, and when they are taken back."""
+    """Also while others take memory of the card, and slots are given back, and when they are taken back.
+
+    Its driver pins no whole slab of the second size at once; of one card three quarters of that in all.
+    """
     path = model_path(name)
+    with loaded(path) as arena:
+        pinned = [slab.slots * slab.record_bytes for slab in arena.layout.slabs]
+        most = max(pinned) - 1, sum(pinned) - (0 if misses == "host" else pinned[1] // 4)
+        kept = arena.layout.slabs[1].slots // 4 if misses != "host" else 0
     with daemon(path, tmp_path / "cpu", limits=LIMITS) as one:
         wanted = answers(one)
         assert one.status()["device"] == {}
     size = card_for(path, 0.3)
-    with running(DeviceDaemon(path, tmp_path / "run", size, seed, misses)) as one:
+    with running(DeviceDaemon(path, tmp_path / "run", size, seed, misses, most)) as one:
         one.ready()
         assert answers(one) == wanted
         status = one.status()
         border = status["device"]
         assert status["executor"]["kind"] == "cuda"
         assert border["used_bytes"] <= border["limit_bytes"] < size
-        assert 0 < border["slots"] < border["records"] == border["in_place"]
+        assert 0 < border["slots"] < border["records"] == border["in_place"] + kept
+        assert ("host memory cannot be pinned" in border["in_place_note"]) == (kept > 0)
         assert 0 < border["uses"]["decode"]["misses"] < border["uses"]["decode"]["uses"]
         assert status["calibration"]["tier"]["name"] == "device"
         chosen = border["misses"]
