@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from sparkd.executors import cuda
+from sparkd.executors.cuda_source import TYPES
+from sparkd.gguf.formats import FORMATS_BY_NAME
+
 _TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(Path(__file__).parent), *(str(_TESTS / name) for name in ("integration", "golden", "unit"))]
 
@@ -27,3 +31,10 @@ def seed(request: pytest.FixtureRequest) -> int:
     chosen = int(os.environ.get("SPARKD_SEED", random.SystemRandom().getrandbits(32)))
     print(f"SPARKD_SEED={chosen}")
     return chosen
+
+
+@pytest.fixture
+def every_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for all types of weights, whatever a program multiplies: compiled once, not for each type."""
+    formats = {FORMATS_BY_NAME[name] for name in TYPES}
+    monkeypatch.setattr(cuda, "_formats", lambda program, weights: formats)

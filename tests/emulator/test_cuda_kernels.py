@@ -22,6 +22,7 @@ from sparkd.graph.program import ConvState, DeltaState, ExpertLayer, KvCache, Pr
 from sparkd.ipc.messages import Sampling
 from sparkd.worker.sampler import best, sample
 
+pytestmark = pytest.mark.usefixtures("every_type")
 TYPES = [FORMATS_BY_NAME[name] for name in sorted(KNOWN)]
 ROWS = 8
 SIGMOID, SOFTPLUS = ops.Gate.SIGMOID, ops.Gate.SOFTPLUS

@@ -20,6 +20,7 @@ from sparkd.graph import ops
 from sparkd.graph.ops import Value, Weight
 from sparkd.graph.program import ConvState, DeltaState, ExpertLayer, KvCache, Program
 
+pytestmark = pytest.mark.usefixtures("every_type")
 #: Rows that run together at most: a full tile of rows, and a part of one.
 ROWS = 45
 PROMPTS = {"prompt_rows": ROWS, "prompt_from": 2, "max_rows": 64, "counts": (8,)}
