@@ -9,6 +9,7 @@ and static shared memory allow of the warps that a multiprocessor can hold. Ends
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import sys
@@ -39,6 +40,8 @@ TYPES = ("F32", "Q4_K", "Q6_K", "Q8_0")
 _THREADS = 128
 #: What the document says of the compiler, before its version.
 COMPILER = "Compiled by NVRTC"
+#: And of what it compiled, before its digest.
+SOURCE = "The source without comments has the digest"
 _MULTIPLY = re.compile(r"(linear|logits|route|gate_up|down)_\d+$|prefill_(attention_\d|choose|delta|experts|linear)$")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_\d+'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -83,6 +86,13 @@ def compile_all(counts: Mapping[int, Sequence[int]], types: Sequence[str] = TYPE
         return dict(zip(counts, found, strict=True))
 
 
+def digest() -> str:
+    """Of the kernels in the table, for all counts of rows, and of how they are compiled; comments do not matter."""
+    source = kernel_source([FORMATS_BY_NAME[name] for name in TYPES], COUNTS)
+    code = " ".join(re.sub(r"//.*", "", source).split())
+    return hashlib.sha256(repr((code, OPTIONS)).encode()).hexdigest()[:16]
+
+
 def parse(text: str) -> list[Usage]:
     """What ptxas says of each kernel."""
     usages, kernel, spilled = [], "", 0
@@ -124,6 +134,7 @@ def main() -> int:
 Made by `python bench/kernel_table.py --write docs/kernels.md`: kernels that multiply {given.types} weights, for
 steps of {given.counts} rows. Registers of a thread, bytes of static shared memory of a block, and the share of a
 multiprocessor's warps that both allow. {COMPILER} {nvrtc.version()}; nothing here was run on a GPU.
+{SOURCE} {digest()}.
 
 {table(found)}
 """
