@@ -7,7 +7,7 @@
 #include "cpu/float_products.h"
 #include "cpu/products.h"
 #include "cpu/row_products.h"
-#include "cpu/tile_products.h"
+#include "cpu/tile_matrix.h"
 
 namespace spark {
 
@@ -34,58 +34,65 @@ M& in_place(void* memory) {
     return *reinterpret_cast<M*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
 }
 
-// Weight rows `first` .. times `count` <= kPass activation rows.
-template <class T, bool MATRIX>
-void sixteen_rows(const Weight& w, int64_t first, int64_t end, const QuantisedRow* x, const Target* targets, int count,
-          tile_products::Memory& memory) {
-    using namespace tile_products;
-    const int rows = static_cast<int>(std::min<int64_t>(kRows, end - first));
-    Tile<T, MATRIX> tile(w.row(first), w.row_bytes(), rows, w.columns, x, count, memory);
-    const auto* sums = reinterpret_cast<const float*>(tile.products());
-    for (int m = 0; m < count; ++m) {
+// Copies sums[activation row][weight row], sixteen of the latter, to where weight rows `first` to `end` - 1 belong.
+void hand_out(const tile_products::Floats* sums, const Target* targets, int count, int64_t first, int64_t end) {
+    const auto* from = reinterpret_cast<const float*>(sums);
+    for (int m = 0; m < count; ++m, from += tile_products::kRows) {
         float* out = targets[m].out + first;
-        if (rows == kRows)
-            std::memcpy(out, sums + m * kRows, kRows * sizeof(float));  // a known size takes two instructions
+        if (end - first >= tile_products::kRows)
+            std::memcpy(out, from, tile_products::kRows * sizeof(float));  // a known size takes two instructions
         else
-            std::copy_n(sums + m * kRows, rows, out);
+            std::copy_n(from, end - first, out);
     }
 }
 
-template <class T, bool MATRIX>
+template <class T>
 void tiles(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
            void* memory) {
     using namespace tile_products;
     Memory& own = in_place<Memory>(memory);
-    QuantisedRow rows[kPass];
-    const auto take = [&](int64_t i) {  // a pass from target `i` on: how many
-        const int n = static_cast<int>(std::min<int64_t>(kPass, count - i));
-        for (int m = 0; m < n; ++m) rows[m] = quantised(x, targets[i + m].row);
-        return n;
-    };
-#if SPARK_MATRIX
-    if constexpr (MATRIX) {
+    for (int64_t first = begin; first < end; first += kRows) {
+        const int rows = static_cast<int>(std::min<int64_t>(kRows, end - first));
         for (int64_t i = 0; i < count; i += kPass) {
-            const int n = take(i);
-            const Groups groups(rows, n, w.columns, reinterpret_cast<int8_t*>(&own + 1));
-            own.groups = &groups;
-            for (int64_t first = begin; first < end; first += kRows) 
-                sixteen_rows<T, true>(w, first, end, rows, targets + i, n, own);
+            const int n = static_cast<int>(std::min<int64_t>(kPass, count - i));
+            QuantisedRow part[kPass];
+            for (int m = 0; m < n; ++m) part[m] = quantised(x, targets[i + m].row);
+            Tile<T> tile(w.row(first), w.row_bytes(), rows, w.columns, part, n, own);
+            hand_out(tile.products(), targets + i, n, first, end);
         }
-        return;
     }
-#endif
-    for (int64_t first = begin; first < end; first += kRows)
-        for (int64_t i = 0; i < count; i += kPass) sixteen_rows<T, false>(w, first, end, rows, targets + i, take(i), own);
 }
+
+#if defined(__AMX_INT8__)
+
+template <class T>
+void matrices(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
+              void* memory) {
+    using namespace tile_matrix;
+    tile_matrix::Memory& own = in_place<tile_matrix::Memory>(memory);
+    for (int64_t i = 0; i < count; i += kMatrixPass) {
+        const int n = static_cast<int>(std::min<int64_t>(kMatrixPass, count - i));
+        QuantisedRow part[kMatrixPass];
+        for (int m = 0; m < n; ++m) part[m] = quantised(x, targets[i + m].row);
+        const Columns<T> columns(part, n, w.columns, &own + 1);
+        for (int64_t first = begin; first < end; first += kUnit) {
+            const int rows = static_cast<int>(std::min<int64_t>(kUnit, end - first));
+            tile_matrix::Tile<T> tile(w.row(first), w.row_bytes(), rows, w.columns, columns, own);
+            hand_out(tile.products(), targets + i, n, first, end);
+        }
+    }
+}
+
+#endif
 
 template <class T>
 void integers(const Weight& w, int64_t begin, int64_t end, const Activations& x, const Target* targets, int64_t count,
               void* memory) {
-#if SPARK_MATRIX
-    if constexpr (tile_products::kWorthTheUnit<T> != 0)
-        if (count >= tile_products::kWorthTheUnit<T>) return tiles<T, true>(w, begin, end, x, targets, count, memory);
+#if defined(__AMX_INT8__)
+    if constexpr (tile_matrix::kWorthTheUnit<T> != 0)
+        if (count >= tile_matrix::kWorthTheUnit<T>) return matrices<T>(w, begin, end, x, targets, count, memory);
 #endif
-    if (count >= tile_products::kWorthUnpacking<T>) return tiles<T, false>(w, begin, end, x, targets, count, memory);
+    if (count >= tile_products::kWorthUnpacking<T>) return tiles<T>(w, begin, end, x, targets, count, memory);
     // Weight rows come from memory once: those of a stretch serve all activation rows from the cache.
     const int64_t stretch = std::max<int64_t>(8, kStretchBytes / w.row_bytes() / 8 * 8);
     for (int64_t first = begin; first < end; first += stretch)
@@ -152,8 +159,8 @@ struct Kernel {
     static Kernel of_codes() { return {coded<T>, vectors::kPath}; }
     template <class T>
     static Kernel of_integers() {
-#if SPARK_MATRIX
-        if (tile_products::kWorthTheUnit<T> != 0) return {integers<T>, "avx512-vnni and amx-int8"};
+#if defined(__AMX_INT8__)
+        if (tile_matrix::kWorthTheUnit<T> != 0) return {integers<T>, "avx512-vnni and amx-int8"};
 #endif
         return {integers<T>, vectors::kPath};
     }
@@ -195,12 +202,12 @@ const char* products_path(int type) { return find_kernel(type).path; }
 int64_t fast_product_bytes(int columns) {
     const int64_t unpacked = kCodedRows * static_cast<int64_t>(sizeof(float)) * columns;
     const auto floats = static_cast<int64_t>(sizeof(float_products::TileMemory)) + unpacked;
-#if SPARK_MATRIX
-    const int64_t packed = int64_t{tile_products::kPass} * columns;
+#if defined(__AMX_INT8__)
+    const int64_t integers = std::max<int64_t>(sizeof(tile_products::Memory), tile_matrix::memory_bytes(columns));
 #else
-    const int64_t packed = 0;
+    const int64_t integers = sizeof(tile_products::Memory);
 #endif
-    return std::max<int64_t>(static_cast<int64_t>(sizeof(tile_products::Memory)) + packed, floats) + 64;
+    return std::max(integers, floats) + 64;
 }
 
 bool multiply_fast(const Weight& weight, int64_t begin, int64_t end, const Activations& x, const Target* targets,

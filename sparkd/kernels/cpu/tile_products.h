@@ -8,9 +8,7 @@
 
 #include "cpu/row_products.h"
 
-#if SPARK_VECTORS == 512 && defined(__AMX_INT8__)
-#include "cpu/tile_matrix.h"
-#elif SPARK_VECTORS == 512
+#if SPARK_VECTORS == 512
 #include "cpu/tile_registers_avx512.h"
 #elif SPARK_VECTORS == 256
 #include "cpu/tile_registers_avx2.h"
@@ -23,11 +21,7 @@ namespace spark::tile_products {
 using row_products::QuantisedRow;
 
 constexpr int kRows = 16;
-#if SPARK_MATRIX
-constexpr int kPass = 128;  // activation rows that share an unpacked part
-#else
-constexpr int kPass = 64;
-#endif
+constexpr int kPass = 64;  // activation rows that share an unpacked part
 
 // One part of sixteen rows. Registers of one kind that belong together follow each other.
 struct Part {
@@ -42,10 +36,6 @@ struct Part {
 // Where one thread works.
 struct Memory {
     Part part;
-#if SPARK_MATRIX
-    Digits digits;
-    const Groups* groups;
-#endif
     Floats sums[4][kPass * kRegisters];  // partial sums that live at the same time
 };
 
@@ -77,35 +67,11 @@ inline void add_term(Floats d, const Floats* o, Floats a, Ints isum, Ints msum, 
     sum = add(sum, t);
 }
 
-// sum += the terms of part `number` for an activation row, whose sums of products are `isum`.
-template <class T>
-[[gnu::always_inline]] inline void finish_wide(const Part& part, const QuantisedRow& x, int number, const Ints* isum,
-                                               Floats* sum) {
-    constexpr int bias = T::kSigned ? kSignedBias : T::kBias;
-    const int16_t* sums = T::kSub == 32 ? x.sums32 + 8 * number : x.sums16 + 16 * number;
-    Ints surplus[kRegisters], msum[kRegisters];
-    for (int r = 0; r < kRegisters; ++r) surplus[r] = msum[r] = no_ints();
-    if constexpr (bias != 0 || T::kOffset) {
-#pragma GCC unroll 8
-        for (int p = 0; p < 128 / T::kSub; ++p) {
-            const Ints both = everywhere_32(sums + 2 * p);
-            for (int r = 0; r < kRegisters; ++r) {
-                if constexpr (bias != 0) surplus[r] = add_pairs(surplus[r], part.pairs[p * kRegisters + r], both);
-                if constexpr (T::kOffset) msum[r] = add_pairs(msum[r], part.min_pairs[p * kRegisters + r], both);
-            }
-        }
-    }
-    const Floats a = everywhere(x.a[number]);
-    for (int r = 0; r < kRegisters; ++r) {
-        const Ints i = bias != 0 ? subtract_times(isum[r], surplus[r], bias) : isum[r];
-        add_term<T>(part.d[r], part.o + r, a, i, msum[r], sum[r]);
-    }
-}
-
 // sum[m] += the terms of part `number` for M activation rows.
 template <class T, int M>
 void add_wide(const Part& part, const QuantisedRow* x, int number, Floats* sum) {
     constexpr int subs = 256 / T::kSub, steps = T::kSub / 4;
+    constexpr int bias = T::kSigned ? kSignedBias : T::kBias;
     Ints isum[M * kRegisters];
     for (Ints& i : isum) i = no_ints();
     const int8_t* q[M];
@@ -114,8 +80,27 @@ void add_wide(const Part& part, const QuantisedRow* x, int number, Floats* sum) 
         add_dots<T, steps, M>(part.q + s * steps * kStep<T::kSigned>, q, part.scale + s * kRegisters, isum);
         for (int m = 0; m < M; ++m) q[m] += T::kSub;
     }
-    for (int m = 0; m < M; ++m)
-        finish_wide<T>(part, x[m], number, isum + m * kRegisters, sum + m * kRegisters);
+    for (int m = 0; m < M; ++m) {
+        const int16_t* sums = T::kSub == 32 ? x[m].sums32 + 8 * number : x[m].sums16 + 16 * number;
+        Ints surplus[kRegisters], msum[kRegisters];
+        for (int r = 0; r < kRegisters; ++r) surplus[r] = msum[r] = no_ints();
+        if constexpr (bias != 0 || T::kOffset) {
+#pragma GCC unroll 8
+            for (int p = 0; p < subs / 2; ++p) {
+                const Ints both = everywhere_32(sums + 2 * p);
+                for (int r = 0; r < kRegisters; ++r) {
+                    if constexpr (bias != 0) surplus[r] = add_pairs(surplus[r], part.pairs[p * kRegisters + r], both);
+                    if constexpr (T::kOffset) msum[r] = add_pairs(msum[r], part.min_pairs[p * kRegisters + r], both);
+                }
+            }
+        }
+        const Floats a = everywhere(x[m].a[number]);
+        for (int r = 0; r < kRegisters; ++r) {
+            Ints& i = isum[m * kRegisters + r];
+            if constexpr (bias != 0) i = subtract_times(i, surplus[r], bias);
+            add_term<T>(part.d[r], part.o + r, a, i, msum[r], sum[m * kRegisters + r]);
+        }
+    }
 }
 
 template <class T, int M>
@@ -151,9 +136,20 @@ inline void add_part(const Part& part, const QuantisedRow* x, int number, int bl
         add_narrow<T, M>(part, x, number, blocks, sum);
 }
 
-// Sixteen rows (fewer: the last one again, for nothing) times `count` <= kPass activation rows, MATRIX: by the matrix
-// unit, from memory.groups.
-template <class T, bool MATRIX>
+// sums[0] .. sums[registers - 1]: of the partials first, first + step, ... in the order of the halving tree.
+// partial(first, sums) makes one. A partial without a part is +0, which changes nothing. Of `sums` there is room for four
+// times `room`.
+template <class Partial>
+void halving_tree(int columns, int registers, int room, Floats* sums, const Partial& partial, int first = 0, int step = 1) {
+    if (step == 8) return partial(first, sums);
+    halving_tree(columns, registers, room, sums, partial, first, 2 * step);
+    if (256 * (first + step) >= columns) return;
+    halving_tree(columns, registers, room, sums + room, partial, first + step, 2 * step);
+    for (int i = 0; i < registers; ++i) sums[i] = add(sums[i], sums[room + i]);
+}
+
+// Sixteen rows (fewer: the last one again, for nothing) times `count` <= kPass activation rows.
+template <class T>
 class Tile {
   public:
     Tile(const uint8_t* w, int64_t row_bytes, int rows, int columns, const QuantisedRow* x, int count, Memory& memory)
@@ -164,34 +160,19 @@ class Tile {
 
     // [count][kRows], until the memory is used again.
     const Floats* products() {
-        tree(0, 1, 0);
+        halving_tree(columns_, count_ * kRegisters, kPass * kRegisters, memory_.sums[0],
+                     [&](int first, Floats* sums) { partial(first, sums); });
         return memory_.sums[0];
     }
 
   private:
     static constexpr int kPartBytes = T::kBytes > 64 ? T::kBytes : 8 * T::kBytes;
 
-    // Sums of the partials first, first + step, ... in the order of the halving tree go to memory_.sums[depth]; a
-    // partial without a part is +0, which changes nothing.
-    void tree(int first, int step, int depth) {
-        if (step == 8) return partial(first, memory_.sums[depth]);
-        tree(first, 2 * step, depth);
-        if (256 * (first + step) >= columns_) return;
-        tree(first + step, 2 * step, depth + 1);
-        Floats* sums = memory_.sums[depth];
-        const Floats* more = memory_.sums[depth + 1];
-        for (int i = 0; i < count_ * kRegisters; ++i) sums[i] = add(sums[i], more[i]);
-    }
-
     void partial(int first, Floats* sums) {
         for (int i = 0; i < count_ * kRegisters; ++i) sums[i] = everywhere(0.0f);
         for (int number = first; 256 * number < columns_; number += 8) {
             const int blocks = std::min(8, (columns_ - 256 * number) / 32);
             unpack(number, blocks);
-            if constexpr (MATRIX) {
-                add_by_matrix(number, sums);
-                continue;
-            }
             int m = 0;
             for (; m + kGroup <= count_; m += kGroup)
                 add_part<T, kGroup>(memory_.part, x_ + m, number, blocks, sums + m * kRegisters);
@@ -204,33 +185,10 @@ class Tile {
         }
     }
 
-    void add_by_matrix([[maybe_unused]] int number, [[maybe_unused]] Floats* sums) {
-#if SPARK_MATRIX
-        const Groups& groups = *memory_.groups;
-        Ints isum[2 * kUnit];
-        for (int g = 0; g < groups.count; g += 2) {
-            if (g + 1 < groups.count)
-                groups.sums<T, true>(memory_.digits, number, g, isum);
-            else
-                groups.sums<T, false>(memory_.digits, number, g, isum);
-            const int first = g * groups.rows, n = std::min(2 * groups.rows, count_ - first);
-            for (int m = 0; m < n; ++m)
-                finish_wide<T>(memory_.part, x_[first + m], number, isum + m, sums + first + m);
-        }
-#endif
-    }
-
     void unpack(int number, int blocks) {
         const uint8_t* rows[kRows];
         for (int i = 0; i < kRows; ++i) rows[i] = rows_[i] + static_cast<int64_t>(number) * kPartBytes;
-        if constexpr (MATRIX) {
-#if SPARK_MATRIX
-            fetch_ahead();
-            store_scales<T>(rows, memory_.part);
-            fetch_ahead();
-            store_block<T>(rows, ToDigits<T>(memory_.part.scale, memory_.digits));
-#endif
-        } else if constexpr (T::kBytes > 64) {
+        if constexpr (T::kBytes > 64) {
             fetch_ahead();
             store_block<T>(rows, memory_.part.q);
             fetch_ahead();

@@ -54,24 +54,13 @@ inline void transpose(__m512i* v) {
 template <bool SIGNED>
 constexpr int kStep = 1;
 
-// Where four columns of sixteen rows go: to step `step` of a part.
-struct ToSteps {
-    Ints* q;
-    void operator()(int step, Ints v) const { q[step] = v; }
-};
-
-// 64 columns of sixteen rows, of which bytes(row) has one, to 16 steps from `step` on; signed ones become kSignedBias
-// larger.
-template <bool SIGNED, class Row, class Out>
-inline void store_columns(const Row& bytes, int step, const Out& out) {
+// 64 columns of sixteen rows, of which bytes(row) has one, to 16 steps of `q`; signed ones become kSignedBias larger.
+template <bool SIGNED, class Row>
+inline void store_columns(const Row& bytes, Ints* q) {
     __m512i v[16];
     for (int i = 0; i < 16; ++i) v[i] = bytes(i).v;
     transpose(v);
-    for (int i = 0; i < 16; ++i) out(step + i, SIGNED ? _mm512_xor_si512(v[i], _mm512_set1_epi8(-128)) : v[i]);
-}
-template <bool SIGNED, class Row>
-inline void store_columns(const Row& bytes, Ints* q) {
-    store_columns<SIGNED>(bytes, 0, ToSteps{q});
+    for (int i = 0; i < 16; ++i) q[i] = SIGNED ? _mm512_xor_si512(v[i], _mm512_set1_epi8(-128)) : v[i];
 }
 
 // 16 bytes of sixteen rows, of which quarter(row) has one: register j has bytes 4 j .. 4 j + 3 of each row.
@@ -115,19 +104,19 @@ struct Turned {
     Halves twice32(int offset) const { return {load32(offset), load32(offset)}; }
 };
 
-template <class T, int C, class Out>
-[[gnu::always_inline]] inline void store_turned(const Ints* regions, int step, const Out& out) {
+template <class T, int C>
+[[gnu::always_inline]] inline void store_turned(const Ints* regions, Ints* q) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         const Halves v = T::template chunk<C>(Turned{regions, T::kFields, i});
-        out(16 * C + step + i, v.low);
-        out(16 * C + 8 + step + i, v.high);
+        q[16 * C + i] = v.low;
+        q[16 * C + 8 + i] = v.high;
     }
 }
 
 // A block of 256 of sixteen rows.
-template <class T, class Out>
-inline void store_block(const uint8_t* const* blocks, const Out& out) {
+template <class T>
+inline void store_block(const uint8_t* const* blocks, Ints* q) {
     if constexpr (T::kRegions > 0) {
         for (int half = 0; half < 2; ++half) {
             Ints regions[4 * T::kRegions];
@@ -136,22 +125,17 @@ inline void store_block(const uint8_t* const* blocks, const Out& out) {
                 transpose_quarters(
                     [&](int i) { return load_128(blocks[i] + T::kFields + 32 * region + 16 * half); },
                     regions + 4 * region);
-            store_turned<T, 0>(regions, 4 * half, out);
-            store_turned<T, 1>(regions, 4 * half, out);
-            store_turned<T, 2>(regions, 4 * half, out);
-            store_turned<T, 3>(regions, 4 * half, out);
+            store_turned<T, 0>(regions, q + 4 * half);
+            store_turned<T, 1>(regions, q + 4 * half);
+            store_turned<T, 2>(regions, q + 4 * half);
+            store_turned<T, 3>(regions, q + 4 * half);
         }
     } else {
-        store_columns<T::kSigned>([&](int i) { return T::template chunk<0>(Packed{blocks[i]}); }, 0, out);
-        store_columns<T::kSigned>([&](int i) { return T::template chunk<1>(Packed{blocks[i]}); }, 16, out);
-        store_columns<T::kSigned>([&](int i) { return T::template chunk<2>(Packed{blocks[i]}); }, 32, out);
-        store_columns<T::kSigned>([&](int i) { return T::template chunk<3>(Packed{blocks[i]}); }, 48, out);
+        store_columns<T::kSigned>([&](int i) { return T::template chunk<0>(Packed{blocks[i]}); }, q);
+        store_columns<T::kSigned>([&](int i) { return T::template chunk<1>(Packed{blocks[i]}); }, q + 16);
+        store_columns<T::kSigned>([&](int i) { return T::template chunk<2>(Packed{blocks[i]}); }, q + 32);
+        store_columns<T::kSigned>([&](int i) { return T::template chunk<3>(Packed{blocks[i]}); }, q + 48);
     }
-}
-
-template <class T>
-inline void store_block(const uint8_t* const* blocks, Ints* q) {
-    store_block<T>(blocks, ToSteps{q});
 }
 
 inline Floats sixteen(__m256 low, __m256 high) {
